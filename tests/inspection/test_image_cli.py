@@ -96,6 +96,19 @@ def test_a_text_for_a_vision_model_is_refused(vit: str, capsys: pytest.CaptureFi
     assert "it is a vision model's; give --image FILE" in error(capsys, "A cat.", "--model", vit)
 
 
+def test_a_text_for_a_model_of_two_towers_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    vision_checkpoints.clip().save_pretrained(tmp_path)
+    small_checkpoints.byte_level().save_pretrained(tmp_path)
+    capsys.readouterr()  # transformers' progress
+    assert "CLIPModel has attention of several kinds (text_model, vision_model)" in error(
+        capsys, "A cat.", "--model", str(tmp_path)
+    )
+
+
+def test_a_text_beside_an_image_is_for_the_page(vit: str, image: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--target is for the page" in error(capsys, "--image", image, "--model", vit, "--target", "a cat")
+
+
 @pytest.mark.parametrize("option", [("A cat.",), ("--example", "animal"), ("--pieces",)])
 def test_options_of_texts_are_refused_beside_an_image(
     option: tuple[str, ...], vit: str, image: str, capsys: pytest.CaptureFixture[str]

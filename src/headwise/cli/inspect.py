@@ -91,8 +91,7 @@ def command(
     if image:
         for_texts = {"the text": text, "--example": example, "--pieces": pieces}
         _check_image_alone(for_texts | {"--truncate": truncate})
-    else:
-        text, followed = _choose_text(text, example, tokens)
+    text, followed = ("", tokens) if image else _choose_text(text, example, tokens)
     for name, value in (("target", target), ("scores", scores), ("compare", compare), ("off", off)):
         if value and not html:
             raise HeadwiseError(f"--{name} is for the page; give --html FILE too")
@@ -106,7 +105,7 @@ def command(
         if not (png or svg or as_json):
             return None
     if image:
-        result = _inspect(image=image, model=model, token=tokens)
+        result = _inspect(image=image, model=model, token=followed)
     else:
         result = _inspect(text, model, against=text2, token=followed, pieces=pieces, truncate=truncate)
     _check(result, stat, head)

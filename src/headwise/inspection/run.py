@@ -137,7 +137,10 @@ def _observe(model: Any, inputs: dict[str, Any], all_words: Words, shown_words: 
 
 def _run_layers(model: Any, inputs: dict[str, Any], delimiter: torch.Tensor) -> list[Row]:
     """Per layer: its number, its weights (H, T, T) and its statistics (H,)."""
-    classes = attention_classes(model, delimiter) if "pixel_values" in inputs else {"delimiter": delimiter}
+    reads_image = "pixel_values" in inputs
+    if not reads_image:
+        _check_kinds(model, {site.kind for site in attention_sites(model)})
+    classes = attention_classes(model, delimiter) if reads_image else {"delimiter": delimiter}
     try:
         observer = watch(model, weights=True, classes=classes)
     except UnsupportedError:
@@ -148,17 +151,20 @@ def _run_layers(model: Any, inputs: dict[str, Any], delimiter: torch.Tensor) -> 
         return [(i, layer, statistics_of_weights(layer, delimiter[0].numpy())) for i, layer in enumerate(arrays)]
     with torch.no_grad(), observer as seen:
         run_on_tokens(model, inputs)
-    layers = [layer for layer in seen.layers if not is_pooling(layer.weights)]
-    kinds = sorted({layer.kind for layer in layers})
-    if len(kinds) > 1:
-        raise UnsupportedError(
-            f"{type(model).__name__} has attention of several kinds ({', '.join(kinds)}); inspect takes one"
-        )
+    layers = [layer for layer in seen.layers if not (reads_image and _is_pooling(layer.weights[0]))]
+    _check_kinds(model, {layer.kind for layer in layers})
     return [(layer.index, _array(layer.weights[0]), _statistics_of(layer.stats)) for layer in layers]
 
 
-def is_pooling(weights: torch.Tensor) -> bool:
-    """Whether weights (B, H, Tq, Tk) are of one learned query over all tokens, such as SigLIP's pooling."""
+def _check_kinds(model: Any, kinds: set[str]) -> None:
+    if len(kinds) > 1:
+        raise UnsupportedError(
+            f"{type(model).__name__} has attention of several kinds ({', '.join(sorted(kinds))}); inspect takes one"
+        )
+
+
+def _is_pooling(weights: torch.Tensor) -> bool:
+    """Whether weights (H, Tq, Tk) are of one learned query over all tokens, such as SigLIP's pooling."""
     return weights.shape[-2] == 1 < weights.shape[-1]
 
 
