@@ -163,6 +163,28 @@ def test_view_takes_an_image(model: Any, tmp_path: Path, monkeypatch: pytest.Mon
     }
 
 
+def test_every_view_draws_an_image_compared_with_heads_off(tab: Any, model: Any, tmp_path: Path) -> None:
+    image = vision_checkpoints.image()
+    page.save(payload.data([run_image(image, model, off={1: [2]}), run_image(image, model)]), tmp_path / "a.html")
+    shown = tab().open(tmp_path / "a.html")
+    labels = shown.locator('[role="tab"]').all_inner_texts()
+    assert labels == ["Image", "Map", "Head", "Steps", "Compare"]
+    for label in labels:  # an error on the way fails the test when its tab closes
+        shown.get_by_role("tab", name=label).click()
+        assert shown.locator('[role="tab"][aria-selected="true"]').inner_text() == label
+
+
+def test_heads_are_laid_over_each_other(tab: Any, written: Path, seen: ImageInspection) -> None:
+    shown = tab().open(written, "view=image&heads=1.2,0.1&token=0")
+    shown.locator(".hw-image").scroll_into_view_if_needed()
+    shown.mouse.move(*centre(shown, 2, 1))
+    lines = tip(shown)
+    for head in ("1.2", "0.1"):
+        assert f"head {head}" in lines
+    pixels = overlay(shown)
+    assert len({tuple(pixel) for pixel in pixels.reshape(-1, 4)}) > 1
+
+
 # --- an image and a text ---
 
 

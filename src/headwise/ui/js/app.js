@@ -382,7 +382,7 @@ export class App {
 
   /** The text, and the text of the decoder. */
   _texts() {
-    const { text, target } = this.run.json;
+    const { text, target, pair } = this.run.json;
     const title = { dir: "auto", class: text.length > LONG_TITLE ? "long" : "", text: visible(text, 220) };
     if (!target) return [h("h1", title)];
     return [
@@ -390,7 +390,7 @@ export class App {
       h(
         "p",
         { class: "hw-given" },
-        h("span", { class: "soft", text: "the decoder is given " }),
+        h("span", { class: "soft", text: pair ? "the decoder is given " : "with the text " }),
         h("bdi", { text: visible(target, 220) }),
       ),
     ];
