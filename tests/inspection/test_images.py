@@ -119,6 +119,14 @@ def test_without_a_processor_the_image_is_resized_and_a_note_says_so() -> None:
     assert np.array_equal(picture(seen), np.asarray(vision_checkpoints.image().resize((30, 30))))
 
 
+def test_pixels_of_an_incomplete_patch_are_not_in_the_picture() -> None:
+    processor = transformers.ViTImageProcessor(size={"height": 31, "width": 35})
+    model = transformers.Dinov2Model(transformers.Dinov2Config(**vision_checkpoints.SIZES)).eval()
+    seen = inspect(model, processor=processor)
+    assert (seen.image.rows, seen.image.columns) == (5, 5)
+    assert picture(seen).shape == (30, 30, 3)
+
+
 def test_an_image_with_transparency_or_a_palette_is_read() -> None:
     model = vision_checkpoints.vit()
     for mode in ("RGBA", "P", "L", "1"):

@@ -12,7 +12,7 @@ import torch
 import headwise
 from headwise.errors import HeadwiseError, UnsupportedError
 from headwise.inspection import ImageInspection, encode_image
-from headwise.ui import capture, page, payload
+from headwise.ui import capture, pack, page, payload
 from headwise.ui.image_capture import run_image
 from headwise.ui.widget import Page
 from helpers import small_checkpoints, vision_checkpoints
@@ -183,6 +183,26 @@ def test_heads_are_laid_over_each_other(tab: Any, written: Path, seen: ImageInsp
         assert f"head {head}" in lines
     pixels = overlay(shown)
     assert len({tuple(pixel) for pixel in pixels.reshape(-1, 4)}) > 1
+
+
+def test_a_large_page_says_which_patches_it_holds(
+    tab: Any, model: Any, seen: ImageInspection, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("EXACT", "IMAGE_BYTES"):
+        monkeypatch.setattr(pack, name, 0)
+    monkeypatch.setattr(payload, "STEPS", {"links": 0})
+    page.save(payload.data(run_image(vision_checkpoints.image(), model), heads=["0.0"]), tmp_path / "a.html")
+    shown = tab().open(tmp_path / "a.html", "view=image&heads=1.2&token=0")
+    assert "Of 25 patches this page holds the 8 strongest" in shown.locator(".hw-image-legend").inner_text()
+    weights = seen.patch_weights("1.2", "[CLS]")
+    row, column = np.unravel_index(weights.argmax(), weights.shape)
+    shown.locator(".hw-image").scroll_into_view_if_needed()
+    shown.mouse.move(*centre(shown, int(row), int(column)))
+    assert float(tip(shown).split()[-1]) == pytest.approx(float(weights.max()), abs=5.1e-5 + 0.5 / 65535)
+    shown.goto((tmp_path / "a.html").as_uri() + "#view=image&heads=0.0&token=0")
+    shown.reload()
+    shown.wait_for_selector(".hw-tabs")
+    assert "computed from this head's queries and keys" in shown.locator(".hw-image-legend").inner_text()
 
 
 # --- an image and a text ---

@@ -94,8 +94,11 @@ def encode_image(
         pixels, mean, std = _processed_pixels(picture, processor, name)
         notes = ()
     height, width = pixels.shape[-2:]
-    rows, columns = _grid(height, width, model.config, name)
-    tokens = ImageTokens(title, rows, columns, _special_tokens(model), _data_uri(pixels[0].numpy(), mean, std))
+    patch_height, patch_width = _patch_size(model.config, name)
+    rows, columns = height // patch_height, width // patch_width
+    in_patches = pixels[0, :, : rows * patch_height, : columns * patch_width]  # the model skips an incomplete patch
+    picture_uri = _data_uri(in_patches.numpy(), mean, std)
+    tokens = ImageTokens(title, rows, columns, _special_tokens(model), picture_uri)
     parameter = next(model.parameters())
     inputs: dict[str, Any] = {"pixel_values": pixels.to(parameter.device, parameter.dtype)}
     if (height, width) != _pair(getattr(model.config, "image_size", None)) and _interpolates(model):
@@ -159,11 +162,11 @@ def _processed_pixels(picture: Any, processor: Any, name: str) -> tuple[torch.Te
     return pixels, mean, std
 
 
-def _grid(height: int, width: int, config: Any, name: str) -> tuple[int, int]:
+def _patch_size(config: Any, name: str) -> tuple[int, int]:
     patch = _pair(getattr(config, "patch_size", None))
     if patch is None:
         raise UnsupportedError(f"{name} has no patch_size in its config; its tokens are no patches of a grid")
-    return height // patch[0], width // patch[1]
+    return patch
 
 
 def _pair(size: Any) -> tuple[int, int] | None:
