@@ -1,9 +1,10 @@
-"""`headwise inspect`: what every head of a real model does with a sentence, drawn for the terminal."""
+"""`headwise inspect`: what every head of a real model does with a sentence or an image, drawn for the terminal."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
     from ..inspection.comparison import Comparison
     from ..inspection.result import Inspection
+    from ..ui.capture import Pass
 
 SENTENCE = 400  # characters; longer texts use every thread
 NO_ROLE = "no clean role"
@@ -39,6 +41,7 @@ def _example_names() -> Iterable[str]:
 @click.command
 @click.argument("text", required=False)
 @click.argument("text2", required=False)
+@click.option("--image", type=PATH, help="An image in place of the text, for a vision model.")
 @model_option
 @click.option(
     "--stat",
@@ -64,7 +67,7 @@ def _example_names() -> Iterable[str]:
 @click.option("--html", type=PATH, help="Write the interactive view as one page, for texts of any length.")
 @click.option("--compare", metavar="MODEL", help="With --html: a second model beside the first.")
 @click.option("--off", metavar="L.H,...", help="With --html: the model without these heads beside the whole model.")
-@click.option("--target", metavar="TEXT", help="With --html: the decoder's input, for encoder-decoder models.")
+@click.option("--target", metavar="TEXT", help="With --html: the decoder's input, or the text beside --image.")
 @click.option(
     "--scores",
     type=PATH,
@@ -73,28 +76,38 @@ def _example_names() -> Iterable[str]:
 )
 @json_option
 def command(
-    text: str | None, text2: str | None, model: str, stat: str, head: str | None, tokens: tuple[str, ...], pieces: bool,
-    truncate: bool, example: str | None, examples: bool, png: Path | None, svg: Path | None,
-    html: Path | None, compare: str | None, off: str | None, target: str | None, scores: tuple[Path, ...],
-    as_json: bool,
+    text: str | None, text2: str | None, image: Path | None, model: str, stat: str, head: str | None,
+    tokens: tuple[str, ...], pieces: bool, truncate: bool, example: str | None, examples: bool, png: Path | None,
+    svg: Path | None, html: Path | None, compare: str | None, off: str | None, target: str | None,
+    scores: tuple[Path, ...], as_json: bool,
 ) -> None:  # fmt: skip
     """Show what every head does with a sentence.
 
     Where does a word attend, and which heads stand out? TEXT is the sentence, a bundled one by default; TEXT2 is a
-    second one to compare it with.
+    second one to compare it with. With --image, a vision model's heads are shown over the patches of the image.
     """
     if examples:
         return _list()
-    text, followed = _choose_text(text, example, tokens)
+    if image:
+        for_texts = {"the text": text, "--example": example, "--pieces": pieces}
+        _check_image_alone(for_texts | {"--truncate": truncate})
+    text, followed = ("", tokens) if image else _choose_text(text, example, tokens)
     for name, value in (("target", target), ("scores", scores), ("compare", compare), ("off", off)):
         if value and not html:
             raise HeadwiseError(f"--{name} is for the page; give --html FILE too")
     if html:
-        options = {"against": text2, "beside": compare, "target": target, "truncate": truncate}
-        _write_page(html, text, model, off, list(scores), heads=head or (), **options)
+        if image:
+            run = partial(_run_image, image, model, off, beside=compare, target=target)
+        else:
+            texts = {"against": text2, "target": target, "truncate": truncate}
+            run = partial(_run_texts, text, model, off, beside=compare, **texts)
+        _write_page(html, run, list(scores), head)
         if not (png or svg or as_json):
             return None
-    result = _inspect(text, model, against=text2, token=followed, pieces=pieces, truncate=truncate)
+    if image:
+        result = _inspect(image=image, model=model, token=followed)
+    else:
+        result = _inspect(text, model, against=text2, token=followed, pieces=pieces, truncate=truncate)
     _check(result, stat, head)
     for picture in (png, svg):
         if picture:
@@ -106,18 +119,43 @@ def command(
     return None
 
 
-def _write_page(path: Path, text: str, model: str, off: str | None, files: list[Path], **options: Any) -> None:
-    from ..models.loading.resolve import resolve
-    from ..ui.overlays import read_overlays
-    from ..ui.service import parse_heads_off
-    from ..ui.widget import run_passes, save_passes
+def _check_image_alone(for_texts: dict[str, Any]) -> None:
+    for name, value in for_texts.items():
+        if value:
+            raise HeadwiseError(f"--image takes the place of the text; leave {name} out")
 
-    scores = read_overlays(files)
+
+def _run_texts(text: str, model: str, off: str | None, **options: Any) -> list[Pass]:
+    from ..models.loading.resolve import resolve
+    from ..ui.service import parse_heads_off
+    from ..ui.widget import run_passes
+
     name, full_model, tokenizer = resolve(model)
     heads_off = parse_heads_off(full_model, off, with_decoder=bool(options["target"])) if off else None
-    heads = options.pop("heads")
-    passes = run_passes(text, full_model, tokenizer=tokenizer, name=name, off=heads_off, **options)
-    save_passes(passes, path, heads=heads, scores=scores)
+    return run_passes(text, full_model, tokenizer=tokenizer, name=name, off=heads_off, **options)
+
+
+def _run_image(image: Path, model: str, off: str | None, **options: Any) -> list[Pass]:
+    from ..models.loading.loader import tokenizer as load_tokenizer
+    from ..models.loading.resolve import resolve_image_model
+    from ..models.structure.image_model import image_model
+    from ..ui.service import parse_head_labels
+    from ..ui.widget import run_image_passes
+
+    tokenizer = load_tokenizer(model) if options["target"] is not None else None
+    name, full_model, processor = resolve_image_model(model)
+    body = full_model if options["target"] is not None else image_model(full_model, name=name)[0]
+    heads_off = parse_head_labels(body, off) if off else None
+    parts = {"processor": processor, "tokenizer": tokenizer, "name": name}
+    return run_image_passes(image, full_model, off=heads_off, **parts, **options)
+
+
+def _write_page(path: Path, run: Callable[[], list[Pass]], files: list[Path], head: str | None) -> None:
+    from ..ui.overlays import read_overlays
+    from ..ui.widget import save_passes
+
+    scores = read_overlays(files)  # before the models are loaded
+    save_passes(run(), path, heads=head or (), scores=scores)
     echo(f"wrote {path} ({path.stat().st_size / 2**20:.1f} MiB); open it in a browser", err=True)
 
 
@@ -144,16 +182,16 @@ def _choose_text(text: str | None, example: str | None, follow: tuple[str, ...])
     return text, follow
 
 
-def _inspect(text: str, model: str, **options: Any) -> Any:
+def _inspect(*args: Any, **options: Any) -> Any:
     import torch
 
     from ..inspection.run import inspect
 
     threads = torch.get_num_threads()
-    if len(text) <= SENTENCE:  # too little work for threads: they wait for each other longer than they compute
+    if args and len(args[0]) <= SENTENCE:  # too little work: threads wait for each other longer than they compute
         torch.set_num_threads(1)
     try:
-        return inspect(text, model, **options)
+        return inspect(*args, **options)
     finally:
         torch.set_num_threads(threads)
 
@@ -180,11 +218,15 @@ def _drawing(
 
     from ..inspection import terminal
     from ..inspection.comparison import Comparison
+    from ..inspection.image_result import ImageInspection
+    from ..inspection.image_terminal import draw_image
 
     if isinstance(result, Comparison):
         if head is None:
             return terminal.draw_comparison(result, width, colour=colour, statistic=stat)
         return Group(*(terminal.draw_matrix(one, head, width, colour=colour) for one in (result.first, result.second)))
+    if isinstance(result, ImageInspection):
+        return draw_image(result, width, colour=colour, statistic=stat, head=head)
     parts: list[RenderableType] = []
     if head is not None:
         parts.append(terminal.draw_matrix(result, head, width, colour=colour))

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from .examples import EXAMPLES as EXAMPLES
     from .examples import SENTENCE as SENTENCE
     from .examples import Example as Example
+    from .image_result import ImageInspection as ImageInspection
+    from .images import ImageTokens as ImageTokens
+    from .images import encode_image as encode_image
     from .result import PRONOUNS as PRONOUNS
     from .result import STATISTICS as STATISTICS
     from .result import Inspection as Inspection
@@ -27,6 +30,8 @@ _MODULES = {
     "Comparison": "comparison",
     "EXAMPLES": "examples",
     "Example": "examples",
+    "ImageInspection": "image_result",
+    "ImageTokens": "images",
     "Inspection": "result",
     "Link": "result",
     "PRONOUNS": "result",
@@ -35,6 +40,7 @@ _MODULES = {
     "Words": "words",
     "clean_text": "encoding",
     "encode": "encoding",
+    "encode_image": "images",
     "inspect": "run",
 }
 

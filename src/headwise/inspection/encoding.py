@@ -33,7 +33,7 @@ def encode(
     count = len(encoded["input_ids"])
     if all(encoded["special_tokens_mask"]):
         raise HeadwiseError(f"the tokenizer of {name} makes no token of {text!r}; give another text")
-    limit, reason = _token_limit(model, weights)
+    limit, reason = token_limit(model, weights)
     if count <= limit:
         return encoded, _unknown_note(text, encoded, tokenizer)
     if not truncate:
@@ -57,7 +57,7 @@ def _unknown_note(text: str, encoded: Any, tokenizer: Any) -> tuple[str, ...]:
     return (f"the model reads {tokenizer.unk_token}, unknown, for {', '.join(names[:LISTED_UNKNOWN])}{rest}",)
 
 
-def _token_limit(model: Any, weights: bool) -> tuple[int, str]:
+def token_limit(model: Any, weights: bool) -> tuple[int, str]:
     """The largest number of tokens that a model has positions and memory for, and what limits it."""
     heads, positions = head_count(model), max_positions(model)
     in_memory = math.isqrt(WEIGHTS_LIMIT // (4 * heads)) if weights else sys.maxsize

@@ -1,4 +1,4 @@
-"""`headwise.inspect`: run a model on a text, and return what its heads do as a value."""
+"""`headwise.inspect`: run a model on a text or an image, and return what its heads do as a value."""
 
 from __future__ import annotations
 
@@ -9,18 +9,23 @@ import numpy as np
 import torch
 
 from ..attention.stats import HeadStats, stats_from_weights
-from ..errors import UnsupportedError
-from ..models.loading.resolve import resolve
+from ..errors import HeadwiseError, UnsupportedError
+from ..models.loading.resolve import resolve, resolve_image_model
+from ..models.structure import attention_sites
+from ..models.structure.image_model import image_model
 from ..models.structure.text_model import text_model
 from ..models.text_inputs import device_of, run_on_tokens
 from ..models.watching import output_attentions, watch
 from .comparison import Comparison
-from .encoding import clean_text, encode
+from .encoding import clean_text, encode, token_limit
 from .examples import SENTENCE
+from .image_result import ImageInspection
+from .images import attention_classes, encode_image
 from .result import STATISTICS, Inspection
 from .words import Words, words
 
 Row = tuple[int, np.ndarray, dict[str, np.ndarray]]
+POOLING = "the attention that pools the patches is left out; the page shows it"
 NO_OFFSETS = "this tokenizer knows no offsets: pieces, not words"
 
 
@@ -28,31 +33,40 @@ def inspect(
     text: str = SENTENCE,
     model: Any = None,
     *,
+    image: Any = None,
     tokenizer: Any = None,
+    processor: Any = None,
     against: str | None = None,
     token: str | Sequence[str] = (),
     pieces: bool = False,
     truncate: bool = False,
 ) -> Inspection | Comparison:
-    """What every head of a model does on a text.
+    """What every head of a model does on a text, or on an image.
 
     Args:
         text: a sentence or more.
         model: a name as `headwise.load` takes it, or a model with its tokenizer; by default a small bundled model.
+        image: a file, or an image of Pillow, in place of the text; the model is then a vision model.
         tokenizer: of a model that is given as an object.
+        processor: transformers' image processor of a vision model that is given as an object.
         against: a second text to compare with.
-        token: the word or words to follow, such as "it", or "bank:2" for the second "bank".
+        token: the word or words to follow, such as "it", or "bank:2" for the second "bank"; of an image
+            "[CLS]", or "3,4" for the patch in row 3, column 4.
         pieces: keep the tokenizer's pieces instead of joining them to words.
         truncate: cut a text that is too long for the model; otherwise it is an error.
 
     Returns:
-        an Inspection; with `against`, a Comparison of two.
+        an Inspection; with `against`, a Comparison of two; with `image`, an ImageInspection.
 
     Example:
         >>> headwise.inspect("The cat sat on the mat because it was soft.", token="it")
         >>> headwise.inspect("It was too tired.", model="smollm2", against="It was too wide.")
+        >>> headwise.inspect(image="cat.png", model="vit-directory")
     """
     follow = (token,) if isinstance(token, str) else tuple(token)
+    if image is not None:
+        check_image_alone(text, against)
+        return _inspect_image(image, model, processor, follow)
     texts = [clean_text(raw) for raw in ((text,) if against is None else (text, against))]  # before anything is loaded
     name, model, tokenizer = resolve(model, tokenizer)
     body, notes = text_model(model, purpose="inspect needs", name=name)
@@ -61,7 +75,9 @@ def inspect(
         encoded, limit_notes = encode(text, name, body, tokenizer, truncate)
         all_words, shown_words = words(text, encoded, tokenizer), words(text, encoded, tokenizer, pieces=pieces)
         offset_notes = () if pieces or "offset_mapping" in encoded else (NO_OFFSETS,)
-        observations = _observe(body, encoded, all_words, shown_words)
+        ids = torch.tensor([encoded["input_ids"]], device=device_of(body))
+        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        observations = _observe(body, inputs, all_words, shown_words)
         return Inspection(
             text=text, model=name, notes=(*notes, *limit_notes, *offset_notes), follow=follow, **observations
         )
@@ -72,13 +88,41 @@ def inspect(
     return Comparison(first, *second) if second else first
 
 
-def _observe(model: Any, encoded: Any, all_words: Words, shown_words: Words) -> dict[str, Any]:
+def check_image_alone(text: Any, against: str | None = None) -> None:
+    """Refuse a text beside an image."""
+    if not (isinstance(text, str) and text == SENTENCE) or against is not None:
+        raise HeadwiseError("give a text or an image, not both; a vision model reads the image alone")
+
+
+def _inspect_image(image: Any, model: Any, processor: Any, follow: tuple[str, ...]) -> ImageInspection:
+    name, model, processor = resolve_image_model(model, processor)
+    body, notes = image_model(model, name=name)
+    tokens, inputs, image_notes = encode_image(image, name, body, processor)
+    count, (limit, reason) = len(tokens.names), token_limit(body, weights=True)
+    if count > limit:
+        raise HeadwiseError(f"the image has {count:,} tokens, {limit:,} are shown ({reason}); give a smaller size")
+    observations = _observe(body, inputs, tokens.words, tokens.words)
+    pooling = (POOLING,) if len(attention_sites(body)) > len(observations["layers"]) else ()
+    result = ImageInspection(
+        text=tokens.title,
+        model=name,
+        notes=(*notes, *image_notes, *pooling),
+        follow=follow,
+        image=tokens,
+        **observations,
+    )
+    for token in follow:
+        result.find(token)
+    return result
+
+
+def _observe(model: Any, inputs: dict[str, Any], all_words: Words, shown_words: Words) -> dict[str, Any]:
     """Run the model: per layer its weights between words, and its statistics over tokens."""
-    ids = torch.tensor([encoded["input_ids"]], device=device_of(model))
-    delimiter = torch.zeros(ids.shape, dtype=torch.bool)
+    count = sum(map(len, all_words.pieces))
+    delimiter = torch.zeros((1, count), dtype=torch.bool)
     for is_delimiter, group in zip(all_words.delimiter, all_words.pieces, strict=True):
         delimiter[0, list(group)] = is_delimiter
-    layers = _run_layers(model, ids, delimiter)
+    layers = _run_layers(model, inputs, delimiter)
     visible = [np.any(weights, axis=0, keepdims=False) for _, weights, _ in layers]  # (T, T): weight in some head
     return {
         "words": shown_words,
@@ -86,16 +130,19 @@ def _observe(model: Any, encoded: Any, all_words: Words, shown_words: Words) -> 
         "weights": tuple(shown_words.merge(weights) for _, weights, _ in layers),
         "stats": {name: _stack([stats[name] for _, _, stats in layers]) for name in STATISTICS},
         "equal": _equal_attention(visible, delimiter[0].numpy()),
-        "causal": not any(np.triu(layer, 1).any() for layer in visible) and len(ids[0]) > 1,
-        "tokens": len(ids[0]),
+        "causal": not any(np.triu(layer, 1).any() for layer in visible) and count > 1,
+        "tokens": count,
     }
 
 
-def _run_layers(model: Any, ids: torch.Tensor, delimiter: torch.Tensor) -> list[Row]:
+def _run_layers(model: Any, inputs: dict[str, Any], delimiter: torch.Tensor) -> list[Row]:
     """Per layer: its number, its weights (H, T, T) and its statistics (H,)."""
-    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    reads_image = "pixel_values" in inputs
+    if not reads_image:
+        _check_kinds(model, {site.kind for site in attention_sites(model)})
+    classes = attention_classes(model, delimiter) if reads_image else {"delimiter": delimiter}
     try:
-        observer = watch(model, weights=True, classes={"delimiter": delimiter})
+        observer = watch(model, weights=True, classes=classes)
     except UnsupportedError:
         attentions = output_attentions(model, inputs)
         if attentions is None:
@@ -104,12 +151,21 @@ def _run_layers(model: Any, ids: torch.Tensor, delimiter: torch.Tensor) -> list[
         return [(i, layer, statistics_of_weights(layer, delimiter[0].numpy())) for i, layer in enumerate(arrays)]
     with torch.no_grad(), observer as seen:
         run_on_tokens(model, inputs)
-    kinds = sorted({layer.kind for layer in seen.layers})
+    layers = [layer for layer in seen.layers if not (reads_image and _is_pooling(layer.weights[0]))]
+    _check_kinds(model, {layer.kind for layer in layers})
+    return [(layer.index, _array(layer.weights[0]), _statistics_of(layer.stats)) for layer in layers]
+
+
+def _check_kinds(model: Any, kinds: set[str]) -> None:
     if len(kinds) > 1:
         raise UnsupportedError(
-            f"{type(model).__name__} has attention of several kinds ({', '.join(kinds)}); inspect takes one"
+            f"{type(model).__name__} has attention of several kinds ({', '.join(sorted(kinds))}); inspect takes one"
         )
-    return [(layer.index, _array(layer.weights[0]), _statistics_of(layer.stats)) for layer in seen.layers]
+
+
+def _is_pooling(weights: torch.Tensor) -> bool:
+    """Whether weights (H, Tq, Tk) are of one learned query over all tokens, such as SigLIP's pooling."""
+    return weights.shape[-2] == 1 < weights.shape[-1]
 
 
 def _statistics_of(stats: HeadStats) -> dict[str, np.ndarray]:

@@ -13,6 +13,7 @@ from rich.text import Text
 from ..terminal import console
 from . import heatmap
 from .comparison import Comparison
+from .image_result import ImageInspection
 from .result import STATISTICS, Inspection, Link
 
 BAR_CELLS = 20  # cells of a weight of 1
@@ -47,7 +48,7 @@ def draw_overview(result: Inspection, width: int, *, colour: bool, statistic: st
         *followed_words,
         _draw_standouts(result),
         Text(),
-        _draw_table(result, statistic, width, colour),
+        draw_statistic_table(result, statistic, width, colour),
     )
 
 
@@ -70,10 +71,17 @@ def draw_title(result: Inspection) -> Text:
     text = Text.assemble(
         (result.text if len(result.text) <= MAX_CHARACTERS else result.text[:MAX_CHARACTERS] + "…", "bold"), "\n"
     )
-    tokens, words = _count_noun(result.tokens, "token"), _count_noun(len(result.words.names), "word")
-    text.append(f"{result.model}: {size}; {tokens}, {words}", "dim")
+    text.append(f"{result.model}: {size}; {_input_size(result)}", "dim")
     text.append("".join(f"; {note}" for note in result.notes), "dim")
     return text
+
+
+def _input_size(result: Inspection) -> str:
+    tokens = _count_noun(result.tokens, "token")
+    if isinstance(result, ImageInspection):
+        special = f", {' '.join(result.image.special)}" if result.image.special else ""
+        return f"{tokens}: {result.image.rows} x {result.image.columns} patches{special}"
+    return f"{tokens}, {_count_noun(len(result.words.names), 'word')}"
 
 
 def _count_noun(count: int, noun: str) -> str:
@@ -224,7 +232,8 @@ def _excluded_words(result: Inspection) -> str:
     return "itself, delimiters and the first word" if result.causal else "itself and delimiters"
 
 
-def _draw_table(result: Inspection, statistic: str, width: int, colour: bool) -> Text:
+def draw_statistic_table(result: Inspection, statistic: str, width: int, colour: bool) -> Text:
+    """One statistic of every head, with its meaning and that of equal attention."""
     table = result.table(statistic)
     equal = result.equal[statistic]
     text = Text.assemble((f"{statistic}", "bold"), f": {STATISTICS[statistic]} ({_equal_note(float(equal.mean()))})\n")

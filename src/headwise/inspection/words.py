@@ -48,6 +48,12 @@ class Words:
         return merged
 
 
+def single_token_words(names: Sequence[str], special: Sequence[bool]) -> Words:
+    """Each token as a word by itself; special tokens are delimiters."""
+    pieces = tuple((place,) for place in range(len(names)))
+    return Words(tuple(names), pieces, tuple(special), tuple(special), (False,) * len(names))
+
+
 def words(text: str, encoded: Any, tokenizer: Any, *, pieces: bool = False) -> Words:
     """The words of an encoded text; with pieces=True, or where the tokenizer knows no offsets, each token by itself.
 

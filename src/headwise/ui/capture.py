@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..errors import HeadwiseError, UnsupportedError
-from ..inspection import SENTENCE, STATISTICS, clean_text, encode
+from ..inspection import SENTENCE, STATISTICS, ImageTokens, clean_text, encode
 from ..inspection.words import Words, words
 from ..models.intervene import mask_heads
 from ..models.loading.resolve import resolve
@@ -27,11 +27,12 @@ HeadsOff = Mapping[tuple[str, int], Sequence[int]]
 
 @dataclass(frozen=True)
 class Text:
-    """A text as the model reads it: its tokens (pieces), and the words that they form."""
+    """A text as the model reads it: its tokens (pieces), and the words that they form; or an image and its patches."""
 
     pieces: tuple[str, ...]
     words: Words
-    ids: tuple[int, ...]
+    ids: tuple[int, ...] = ()
+    image: ImageTokens | None = None
 
     @property
     def delimiter(self) -> np.ndarray:
@@ -164,8 +165,8 @@ def run(
     body, notes = (model, ()) if with_decoder else text_model(model, purpose="inspect needs", name=name)
     encoded = [encode(raw, name, body, tokenizer, truncate, weights=False) for raw in texts]
     if with_decoder:
-        encoded[1] = _decoder_inputs(encoded[1][0], getattr(model, "config", None)), encoded[1][1]
-    read_texts = tuple(_text(raw, code, tokenizer) for raw, (code, _) in zip(texts, encoded, strict=True))
+        encoded[1] = decoder_inputs(encoded[1][0], getattr(model, "config", None)), encoded[1][1]
+    read_texts = tuple(encoded_text(raw, code, tokenizer) for raw, (code, _) in zip(texts, encoded, strict=True))
     for read_text in read_texts:
         if max_tokens is not None and len(read_text.ids) > max_tokens:
             raise HeadwiseError(f"the text has {len(read_text.ids):,} tokens, {max_tokens:,} are allowed here")
@@ -173,9 +174,29 @@ def run(
     inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
     if with_decoder:
         inputs["decoder_input_ids"] = torch.tensor([read_texts[1].ids], device=device_of(body))
+    recording = record_pass(body, inputs, _classes(body, read_texts, with_decoder), off, stop)
+    if with_decoder:
+        for record in recording["layers"]:
+            record.source, record.target = text_sides(record.kind)
+    text_notes = [note for _, each_notes in encoded for note in each_notes]
+    return Pass(
+        name=name,
+        text=texts[0],
+        texts=read_texts,
+        notes=(*notes, *text_notes),
+        target=texts[1] if with_decoder else None,
+        encoder_decoder=encoder_decoder,
+        **recording,
+    )
+
+
+def record_pass(
+    body: Any, inputs: dict[str, Any], classes: dict[str, Any], off: Any, stop: Callable[[], bool] | None
+) -> dict[str, Any]:
+    """Run a model: its layers, the heads that are off, and its outputs with and without them, as `Pass` takes them."""
     masks = _head_masks(body, off)
     readings: Readings = {}
-    watcher = _watch(body, _classes(body, read_texts, with_decoder), readings)
+    watcher = _watch(body, classes, readings)
     with torch.no_grad(), ExitStack() as stack:
         stack.enter_context(_stop_hooks(body, stop))
         unmasked = run_on_tokens(body, inputs) if masks else None
@@ -186,27 +207,13 @@ def run(
     masked_heads = masks[0].heads if masks else {}
     sites = {site.name: site for site in attention_sites(body)}
     layers = [
-        _layer_record(
-            readings[layer.key], layer, masked_heads.get(layer.key, []), with_decoder, _w_o(body, sites[layer.name])
-        )
+        _layer_record(readings[layer.key], layer, masked_heads.get(layer.key, []), _w_o(body, sites[layer.name]))
         for layer in watcher.layers
     ]
-    text_notes = [note for _, each_notes in encoded for note in each_notes]
-    return Pass(
-        name,
-        texts[0],
-        read_texts,
-        layers,
-        masked_heads,
-        (*notes, *text_notes),
-        output,
-        unmasked_output=unmasked,
-        target=texts[1] if with_decoder else None,
-        encoder_decoder=encoder_decoder,
-    )
+    return {"layers": layers, "off": masked_heads, "output": output, "unmasked_output": unmasked}
 
 
-def _decoder_inputs(encoded: Any, config: Any) -> Any:
+def decoder_inputs(encoded: Any, config: Any) -> Any:
     """The inputs of a decoder in training: the start token, and the text without its end token."""
     start, end = getattr(config, "decoder_start_token_id", None), getattr(config, "eos_token_id", None)
     if start is None:
@@ -242,7 +249,8 @@ def _head_masks(model: Any, off: Any) -> list[Any]:
     return [mask_heads(model, heads_by_layer)] if heads_by_layer else []
 
 
-def _text(text: str, encoded: Any, tokenizer: Any) -> Text:
+def encoded_text(text: str, encoded: Any, tokenizer: Any) -> Text:
+    """An encoded text as the page shows it."""
     pieces = words(text, encoded, tokenizer, pieces=True)
     raw = tokenizer.convert_ids_to_tokens(list(encoded["input_ids"]))
     # a space that belongs to a piece is part of the model's input: it stays visible, as a dot
@@ -259,10 +267,10 @@ def _classes(model: Any, texts: Sequence[Text], with_decoder: bool) -> dict[str,
     if not with_decoder:
         return delimiters[0]
     kinds = {site.kind for site in attention_sites(model)}
-    return {kind: delimiters[_sides(kind)[1]] for kind in kinds}
+    return {kind: delimiters[text_sides(kind)[1]] for kind in kinds}
 
 
-def _sides(kind: str) -> tuple[int, int]:
+def text_sides(kind: str) -> tuple[int, int]:
     """The texts of the queries and of the keys of a layer of an encoder-decoder model."""
     if kind.endswith("cross"):
         return 1, 0
@@ -272,15 +280,12 @@ def _sides(kind: str) -> tuple[int, int]:
 Matrix = tuple[Tensor, Tensor | None]  # W_O (H * Dv, width), and its bias
 
 
-def _layer_record(
-    reading: Reading | EagerReading, layer: Layer, off: list[int], with_decoder: bool, w_o: Matrix | None
-) -> LayerRecord:
+def _layer_record(reading: Reading | EagerReading, layer: Layer, off: list[int], w_o: Matrix | None) -> LayerRecord:
     head_outputs = layer.outputs if layer.all_outputs else reading.attend()  # (B, H, T, Dv)
     outputs = head_outputs[0].float().cpu().numpy().copy()
     outputs[off] = 0  # the input of W_O
-    source, target = _sides(layer.kind) if with_decoder else (0, 0)
     matches = w_o is not None and w_o[0].shape[0] == outputs.shape[0] * outputs.shape[2]
-    return LayerRecord(layer, reading, outputs, w_o if matches else None, source, target)
+    return LayerRecord(layer, reading, outputs, w_o if matches else None)
 
 
 def _w_o(model: Any, site: Site) -> Matrix | None:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 EXACT = 1 << 20  # bytes of the weights of all layers as float32; up to here they are stored exactly
 BYTES = 2 << 20  # weights of all layers; up to here one byte per weight
+IMAGE_BYTES = 8 << 20  # the same for images, whose patches are all seen at once: a ViT-B of 197 tokens has 5.6 million
 LINKS = 12 << 20  # bytes of the strongest links of long inputs
 MOST_LINKS = 8  # per query
 SIDES = ((300, 43), (1000, 64))  # (tokens, cells per side of the reduced matrix of a text of up to these tokens)
@@ -53,12 +54,13 @@ class Size:
     rows: int  # of all heads of all layers
     weights: int
     longest: int  # tokens of the longest side
+    limit: int = BYTES  # weights up to which all are stored
 
     @property
     def form(self) -> str:
         if self.weights * 4 <= EXACT:
             return "f32"
-        return "u8" if self.weights <= BYTES else "links"
+        return "u8" if self.weights <= self.limit else "links"
 
     @property
     def links(self) -> int:

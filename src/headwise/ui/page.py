@@ -29,8 +29,13 @@ def page(
     """
     return html.page(
         title, BODY, bundle.style() + FULL_HEIGHT, script=bundle.script(host), data=("headwise-data", data),
-        connect=connect,
+        connect=connect, images="data:" if _has_image(data) else "'none'",
     )  # fmt: skip
+
+
+def _has_image(data: Any) -> bool:
+    """Whether the page shows an image, which it carries itself."""
+    return any(text.get("image") for run in data.get("runs", ()) for text in run["texts"])
 
 
 def save(data: Any, path: str | Path, *, title: str = "headwise") -> None:

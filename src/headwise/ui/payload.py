@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from .. import errors
-from ..inspection import PRONOUNS, STATISTICS, Inspection
+from ..inspection import PRONOUNS, STATISTICS, ImageTokens, Inspection
 from ..models.watching import Reading
 from . import capture, pack
 from .baseline import EqualAttention
@@ -57,7 +57,10 @@ def run(
     """The data of one pass. live: whether the steps of other heads than the first can be requested later."""
     shapes = [_shape(record) for record in pass_.layers]
     size = pack.Size(
-        sum(h * q for h, q, _ in shapes), sum(h * q * k for h, q, k in shapes), max(max(q, k) for _, q, k in shapes)
+        sum(h * q for h, q, _ in shapes),
+        sum(h * q * k for h, q, k in shapes),
+        max(max(q, k) for _, q, k in shapes),
+        pack.IMAGE_BYTES if pass_.texts[0].image else pack.BYTES,
     )
     equals = [EqualAttention(record, pass_.texts[record.target].delimiter) for record in pass_.layers]
     matrices: list[np.ndarray] = []  # (H, Tq, Tk) per layer, of short texts
@@ -160,7 +163,12 @@ def _text(text: Text) -> dict[str, Any]:
         "words": list(text.words.names),
         "of": word_of,
         "delimiter": [word for word, mark in enumerate(text.words.delimiter) if mark],
+        "image": None if text.image is None else _image(text.image),
     }
+
+
+def _image(image: ImageTokens) -> dict[str, Any]:
+    return {"rows": image.rows, "columns": image.columns, "offset": image.offset, "picture": image.picture}
 
 
 def _layer(record: LayerRecord) -> dict[str, Any]:
@@ -277,6 +285,9 @@ def _follow(pass_: Pass, matrices: Sequence[np.ndarray]) -> dict[str, Any] | Non
         causal=_causal(first[0][1]),
         tokens=len(pass_.texts[pass_.layers[0].source].pieces),
     )
+    image = pass_.texts[pass_.layers[0].source].image
+    if image is not None and image.special:
+        return _follow_special(image, inspection)
     [(place, reason)] = inspection.followed_words()
     links = inspection.links(place) or inspection.links(place, near=True)
     if words.names[place].casefold() in PRONOUNS:
@@ -285,6 +296,13 @@ def _follow(pass_: Pass, matrices: Sequence[np.ndarray]) -> dict[str, Any] | Non
         return None
     best = links[0]
     return {"word": place, "to": best.target, "head": [best.layer, best.head], "why": reason.partition(";")[0]}
+
+
+def _follow_special(image: ImageTokens, inspection: Inspection) -> dict[str, Any]:
+    """The first special token, and the patch that any head gives the largest weight from it."""
+    rows = {head: inspection.matrix(head)[0, image.offset :] for head in inspection.heads}
+    head, row = max(rows.items(), key=lambda item: float(item[1].max()))
+    return {"word": 0, "to": image.offset + int(row.argmax()), "head": list(head), "why": "the strongest patch"}
 
 
 def _steps(

@@ -128,6 +128,11 @@ class Service:
 def parse_heads_off(model: Any, labels: str, *, with_decoder: bool = False) -> dict[tuple[str, int], list[int]]:
     """Labels such as "3.1,5.11", or "cross 3.1" with several kinds of attention, as `mask_heads` takes them."""
     body = model if with_decoder else text_model(model, purpose="inspect needs", name="the model")[0]
+    return parse_head_labels(body, labels)
+
+
+def parse_head_labels(body: Any, labels: str) -> dict[tuple[str, int], list[int]]:
+    """The same for the part of a model that is run."""
     kinds = list(dict.fromkeys(site.kind for site in attention_sites(body)))
     heads_by_layer: dict[tuple[str, int], list[int]] = {}
     for label in filter(None, (part.strip() for part in labels.split(","))):

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import functools
 import html
+import os
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, TypedDict, Unpack
 
 from ..errors import HeadwiseError
 from ..inspection import SENTENCE
-from ..models.loading.resolve import resolve
-from . import bundle, capture, page
+from ..inspection.run import check_image_alone
+from ..models.loading.loader import tokenizer as load_tokenizer
+from ..models.loading.resolve import resolve, resolve_image_model
+from . import bundle, capture, image_capture, page
 from .capture import Pass, RunOptions, StoppedError
 from .payload import data
 from .service import Service
@@ -24,7 +27,9 @@ def view(
     text: str | Pass | Sequence[Pass] = SENTENCE,
     model: Any = None,
     *,
+    image: Any = None,
     tokenizer: Any = None,
+    processor: Any = None,
     against: str | None = None,
     beside: Any = None,
     target: str | None = None,
@@ -33,15 +38,17 @@ def view(
     scores: Any = None,
     truncate: bool = False,
 ) -> Any:
-    """The interactive view of what every head does with a text.
+    """The interactive view of what every head does with a text, or with an image.
 
     Args:
         text: the text; or one or two passes that `headwise.ui.capture.run` recorded.
         model: a model or its name; the bundled model by default.
+        image: a file, or an image of Pillow, in place of the text; the model is then a vision model.
         tokenizer: of the model, if it is not found by name.
+        processor: transformers' image processor of a vision model, if it is not found by name.
         against: a second text, to compare with the first.
         beside: a second model on the same text, by name or as (model, tokenizer).
-        target: input of the decoder of an encoder-decoder model.
+        target: input of the decoder of an encoder-decoder model; with an image, the text beside it.
         off: {layer: [heads]} to switch off; compared with the same pass with all heads on.
         heads: such as "3.1", or several; shown first.
         scores: to colour the map by: importance, an atlas, or {name: {kind: (layers, heads)}}.
@@ -58,7 +65,14 @@ def view(
         >>> shown.save("heads.html")  # doctest: +SKIP
     """
     service = None
-    if isinstance(text, str):
+    if image is not None:
+        check_image_alone(text, against)
+        if target is not None and tokenizer is None and isinstance(model, (str, os.PathLike)):
+            tokenizer = load_tokenizer(model)
+        name, model, processor = resolve_image_model(model, processor)
+        options: ImageOptions = {"processor": processor, "tokenizer": tokenizer, "target": target, "name": name}
+        passes = run_image_passes(image, model, beside=beside, off=off, **options)
+    elif isinstance(text, str):
         name, model, tokenizer = resolve(model, tokenizer)
         passes = run_passes(
             text,
@@ -101,6 +115,28 @@ def run_passes(
         name, other, tokenizer = resolve(*(beside if isinstance(beside, tuple) else (beside, None)))
         return [first, capture.run(text, other, **{**options, "name": name, "tokenizer": tokenizer})]
     return [first, capture.run(text, model, **options)] if off else [first]
+
+
+class ImageOptions(TypedDict, total=False):
+    """Options of `image_capture.run_image` that both passes of a comparison share."""
+
+    processor: Any
+    tokenizer: Any
+    target: str | None
+    name: str | None
+
+
+def run_image_passes(
+    image: Any, model: Any, *, beside: Any = None, off: Any = None, **options: Unpack[ImageOptions]
+) -> list[Pass]:
+    """The requested pass over an image, and the one to compare it with: another model, or all heads on."""
+    first = image_capture.run_image(image, model, off=off, **options)
+    if beside is not None:
+        if options.get("target") is not None:
+            raise HeadwiseError("two models are compared on an image alone; leave the text or the second model out")
+        other, processor = beside if isinstance(beside, tuple) else (beside, None)
+        return [first, image_capture.run_image(image, other, processor=processor)]
+    return [first, image_capture.run_image(image, model, **options)] if off else [first]
 
 
 def save_passes(

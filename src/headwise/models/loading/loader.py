@@ -126,11 +126,27 @@ def tokenizer(name: str | os.PathLike[str] = DEFAULT, *, trust_remote_code: bool
     with _errors_in_one_line(folder):
         _check_files(folder)
         if not any(folder.glob("*token*")) and not any(folder.glob("vocab*")):
+            if (folder / "config.json").exists() and "image_size" in read_json(folder / "config.json"):
+                raise CheckpointError(f"{str(folder)!r} has no tokenizer: it is a vision model's; give image=FILE")
             raise CheckpointError(f"{str(folder)!r} has no tokenizer (tokenizer.json); give a directory that has one")
         from transformers import AutoTokenizer
 
         options = {"trust_remote_code": True} if trust_remote_code else {}
         return AutoTokenizer.from_pretrained(folder, **options)
+
+
+def image_processor(name: str | os.PathLike[str]) -> Any:
+    """The image processor of a vision model, by its preprocessor_config.json; None where there is none."""
+    folder = directory(name, weights=False)
+    with _errors_in_one_line(folder):
+        _check_files(folder)
+        processor = folder / "processor_config.json"  # of a processor for images and text
+        nested = processor.exists() and "image_processor" in read_json(processor)
+        if not nested and not (folder / "preprocessor_config.json").exists():
+            return None
+        from transformers import AutoImageProcessor
+
+        return AutoImageProcessor.from_pretrained(folder)
 
 
 @contextmanager

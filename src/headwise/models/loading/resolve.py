@@ -6,7 +6,7 @@ import os
 from typing import Any, NamedTuple
 
 from ...errors import HeadwiseError
-from .loader import load, tokenizer
+from .loader import image_processor, load, tokenizer
 from .locate import DEFAULT
 
 
@@ -41,3 +41,29 @@ def resolve(model: Any = None, model_tokenizer: Any = None, name: str | None = N
             "a model that is already loaded needs its tokenizer; give tokenizer=headwise.tokenizer(name) with it"
         )
     return NamedModel(name or type(model).__name__, model, model_tokenizer)
+
+
+class NamedImageModel(NamedTuple):
+    """A model that reads images, its image processor if it has one, and what to call it."""
+
+    name: str
+    model: Any
+    processor: Any
+
+
+def resolve_image_model(model: Any, processor: Any = None, name: str | None = None) -> NamedImageModel:
+    """The vision model that a user named or passed, with its image processor.
+
+    Args:
+        model: a name or path as `load` takes it, or a loaded transformers model.
+        processor: its image processor; by default the one beside a named model, None where there is none.
+        name: what to call the model; by default its name, or the class of a loaded model.
+
+    Raises:
+        HeadwiseError: without a model: no bundled model reads images.
+    """
+    if model is None:
+        raise HeadwiseError("an image needs a vision model, and the default model reads text; give model=")
+    if isinstance(model, (str, os.PathLike)):
+        return NamedImageModel(name or os.fspath(model), load(model), processor or image_processor(model))
+    return NamedImageModel(name or type(model).__name__, model, processor)

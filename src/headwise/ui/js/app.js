@@ -4,6 +4,7 @@ import { category, oklch, PALETTES } from "./lib/colour.js";
 import { choice, h, keepFocus, Tooltip } from "./lib/dom.js";
 import { arrowStep, consume } from "./lib/keys.js";
 import { LiveBar } from "./lib/live.js";
+import { hasImage } from "./lib/patches.js";
 import { registeredViews } from "./lib/registry.js";
 import { messageChannel, Requests } from "./lib/requests.js";
 import { Run } from "./lib/run.js";
@@ -129,7 +130,7 @@ export class App {
       heads: chosen.length > 1 ? chosen.slice(0, MOST_HEADS) : [first],
       token: followed ? of.indexOf(followed.word) : null,
       key: followed ? of.indexOf(followed.to) : null,
-      view: this.runs[1] ? "compare" : chosen.length ? "head" : "map",
+      view: this.runs[1] ? "compare" : chosen.length || hasImage(run) ? this.headView : "map",
     });
     Object.assign(this.state, readState(shared, run));
     this._clamp();
@@ -184,6 +185,11 @@ export class App {
 
   get run() {
     return this.runs[0];
+  }
+
+  /** The view of a single head that was chosen in the map. */
+  get headView() {
+    return hasImage(this.run) ? "image" : "head";
   }
 
   /** @returns {"light" | "dark"} */
@@ -376,7 +382,7 @@ export class App {
 
   /** The text, and the text of the decoder. */
   _texts() {
-    const { text, target } = this.run.json;
+    const { text, target, pair } = this.run.json;
     const title = { dir: "auto", class: text.length > LONG_TITLE ? "long" : "", text: visible(text, 220) };
     if (!target) return [h("h1", title)];
     return [
@@ -384,7 +390,7 @@ export class App {
       h(
         "p",
         { class: "hw-given" },
-        h("span", { class: "soft", text: "the decoder is given " }),
+        h("span", { class: "soft", text: pair ? "the decoder is given " : "with the text " }),
         h("bdi", { text: visible(target, 220) }),
       ),
     ];

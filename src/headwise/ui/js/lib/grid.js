@@ -3,6 +3,7 @@ import { category, css, inkOn, pick, ramp } from "./colour.js";
 import { h } from "./dom.js";
 import { picture } from "./heatmap.js";
 import { arrowStep, consume } from "./keys.js";
+import { patchWeights } from "./patches.js";
 import { byHead, headValues, layersByKind } from "./scores.js";
 import { format } from "./text.js";
 
@@ -185,9 +186,9 @@ function gridCell(app, run, at, options, name, first) {
   return cell;
 }
 
-/** @param {App} app @param {Run} run @param {Head} at */
+/** The matrix of a head; on an image, its weights to the patches. @param {App} app @param {Run} run @param {Head} at */
 function thumbnail(app, run, at) {
-  const small = run.thumbnail(at);
+  const small = patchWeights(run, at, app.state.token) ?? run.thumbnail(at);
   const colours = ramp(app.state.palette, app.theme);
   return picture(small.rows, small.columns, (n) => pick(colours, small.values[n] / (small.top || 1)));
 }

@@ -7,7 +7,10 @@ import { bytes, floats, numbers, rootError } from "./encoding.js";
 /**
  * @typedef {{ kind: string, index: number, name: string, heads: number, kv: number, dim: number, width: number,
  *   from: number, to: number }} Layer from, to: the texts of its queries and keys
- * @typedef {{ pieces: string[], words: string[], of: number[], delimiter: number[] }} Text of: the word of each piece
+ * @typedef {{ pieces: string[], words: string[], of: number[], delimiter: number[], image?: ImageGrid | null }} Text
+ *   of: the word of each piece
+ * @typedef {{ rows: number, columns: number, offset: number, picture: string }} ImageGrid offset: the first patch's
+ *   position among the tokens; picture: a data URI
  * @typedef {"words" | "pieces"} Unit
  * @typedef {"from" | "to"} Side
  * @typedef {{ value: number, error: number, atMost?: boolean }} Weight atMost: no more than value

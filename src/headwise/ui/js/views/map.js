@@ -3,6 +3,7 @@ import { category, css, pick, ramp } from "../lib/colour.js";
 import { choice, h, select, tokenElement } from "../lib/dom.js";
 import { grid, moveFocus } from "../lib/grid.js";
 import { legend } from "../lib/heatmap.js";
+import { hasImage, queryToken } from "../lib/patches.js";
 import { registerView } from "../lib/registry.js";
 import { byHead, extent, headValues, measureChoices, measures, orderedHeads, rankedHeads } from "../lib/scores.js";
 import { cellText, format } from "../lib/text.js";
@@ -69,7 +70,7 @@ export class MapView {
       thumbnails: paint === THUMBNAIL,
       ranked: ranked ? rankedHeads(table, order === "lowest") : null,
       order: (row) => orderedHeads(run.layers[row], table[row], paint === VALUE ? order : "model"),
-      choose: (at, event) => app.choose(at, event, "head"),
+      choose: (at, event) => app.choose(at, event, app.headView),
     });
   }
 
@@ -125,7 +126,7 @@ export class MapView {
       " looks at ",
       tokenElement(words[follow.to], { class: "hw-word key" }),
       ` by ${format(weight, 2)} in head ${run.label(follow.head)}. `,
-      link("see its links", "head"),
+      hasImage(run) ? link("see it on the image", "image") : link("see its links", "head"),
       " ",
       link("see how it comes about", "steps"),
     );
@@ -177,9 +178,13 @@ export class MapView {
   }
 
   _thumbnailCard() {
-    const more = this.app.theme === "dark" ? "Brighter" : "Darker";
+    const { run, state, theme } = this.app;
+    const more = theme === "dark" ? "Brighter" : "Darker";
+    const from = run.names(0, "from", "pieces")[queryToken(run, 0, state.token)];
     const text = [
-      "Each square is one head: a row for each token that looks, a column for each token looked at.",
+      hasImage(run)
+        ? `Each square is one head: the patches of the image, by its weights from ${from}.`
+        : "Each square is one head: a row for each token that looks, a column for each token looked at.",
       `${more} is more, by the head's own largest weight.`,
     ];
     return h("div", { class: "hw-card" }, h("h3", { text: "where it looks" }), h("p", { text: text.join(" ") }));
@@ -203,7 +208,11 @@ export class MapView {
     return h(
       "div",
       { class: "hw-card" },
-      h("h3", { text: roles ? "Roles, as the atlas measured them" : "Heads that stand out on this text" }),
+      h("h3", {
+        text: roles
+          ? "Roles, as the atlas measured them"
+          : `Heads that stand out on this ${hasImage(run) ? "image" : "text"}`,
+      }),
       kinds.length === 0 && h("p", { class: "soft", text: "None does here, or the text is too short to tell." }),
       ...kinds.map((kind, n) => {
         const members = this.listed.filter((standout) => standout.kind === kind);
@@ -244,7 +253,7 @@ export class MapView {
         type: "button",
         class: "hw-chip",
         data: { key: `chip:${at.join(".")}:${text}` },
-        on: { click: (event) => this.app.choose(at, event, "head") },
+        on: { click: (event) => this.app.choose(at, event, this.app.headView) },
       },
       h("b", { text: run.label(at) }),
       h("span", { text }),

@@ -1,0 +1,40 @@
+"""The part of a model that reads an image by itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...errors import UnsupportedError
+from .text_model import ENCODER_ONLY
+
+TOWERS = ("vision_model", "vision_tower")  # attributes of models that read images and text
+TOWER_ONLY = "the vision tower, which attends to patches alone"
+MAIN_INPUT = "pixel_values"
+
+
+def image_model(model: Any, *, name: str | None = None) -> tuple[Any, tuple[str, ...]]:
+    """The part of a transformers model that reads one image: its vision tower, its encoder, or the model.
+
+    Args:
+        model: one that reads images, or images and text.
+        name: what the user calls the model; its class's name where there is none.
+
+    Returns:
+        The part, and notes for the user: `(TOWER_ONLY,)` or `(ENCODER_ONLY,)` where something is left out.
+
+    Raises:
+        UnsupportedError: for a model that takes no images.
+    """
+    if getattr(model, "main_input_name", None) == MAIN_INPUT:
+        if getattr(model.config, "is_encoder_decoder", False):
+            return model.get_encoder(), (ENCODER_ONLY,)
+        return model, ()
+    for holder in (model, getattr(model, "model", None)):
+        for tower in (getattr(holder, attribute, None) for attribute in TOWERS):
+            if getattr(tower, "main_input_name", None) == MAIN_INPUT:
+                return tower, (TOWER_ONLY,)
+    cls = type(model).__name__
+    label = cls if name in (None, cls) else f"{name} ({cls})"
+    main_input = getattr(model, "main_input_name", None)
+    takes = f"takes {main_input}, not images" if main_input else "is no vision model of transformers"
+    raise UnsupportedError(f"{label} {takes}; an image needs a vision model such as ViT, DINOv2, CLIP or SigLIP")
