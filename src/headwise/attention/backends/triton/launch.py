@@ -191,7 +191,7 @@ def has_padding(visibility: Visibility) -> bool:
 def backward_blocks(width: int, bits: int) -> tuple[Blocks, Blocks]:
     """The blocks of the two kernels of the backward pass, as `blocks` has them: for dQ, and for dK and dV.
 
-    They are the largest that spill few registers or none (tools/triton_resources.py).
+    Of the blocks tried, they are those that spill the fewest registers, or none (tools/triton_resources.py).
     """
     if bits == 16:
         return {
