@@ -126,7 +126,7 @@ def problem(name: str) -> tuple[list[torch.Tensor], bool]:
 @pytest.mark.parametrize("engine", ENGINES)
 def test_every_graph_of_an_engine_gives_the_output_of_attend(engine: str, name: str) -> None:
     for package in ENGINES[engine]:
-        pytest.importorskip(package)
+        pytest.importorskip(package, reason=f"{package} is not installed")
     (q, k, v), causal = problem(name)
     graphs = {"ONNX Runtime": engines._onnx_runtime, "OpenVINO": engines._openvino}[engine]
     candidates = graphs(engines.Problem(q, k, v, causal))

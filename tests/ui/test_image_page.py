@@ -42,8 +42,15 @@ def tip(shown: Any) -> str:
     return str(shown.locator(".hw-tip").inner_text())
 
 
+def await_address(shown: Any, part: str) -> None:
+    """Wait until the address of the page has this part."""
+    shown.wait_for_function("(part) => location.hash.includes(part)", arg=part)
+
+
 def centre(shown: Any, row: int, column: int) -> tuple[float, float]:
-    """Where a patch of the 5 x 5 is on the screen."""
+    """Where a patch of the 5 x 5 is on the screen, once the picture has its size and nothing moves."""
+    shown.wait_for_function("document.querySelector('.hw-picture').complete")
+    shown.locator(".hw-overlay").hover(trial=True)  # waits until it stays in place
     box = shown.locator(".hw-overlay").bounding_box()
     return box["x"] + (column + 0.5) * box["width"] / 5, box["y"] + (row + 0.5) * box["height"] / 5
 
@@ -90,12 +97,12 @@ def test_a_click_and_arrow_keys_choose_the_patch_that_looks(tab: Any, written: P
     shown.locator(".hw-image").scroll_into_view_if_needed()
     assert shown.locator(".hw-patch").is_hidden()
     shown.mouse.click(*centre(shown, 2, 3))
-    assert "token=16" in shown.url  # behind [CLS] and two registers
+    await_address(shown, "token=16")  # behind [CLS] and two registers
     assert shown.locator(".hw-patch").is_visible()
     shown.locator(".hw-image").focus()
     shown.keyboard.press("ArrowLeft")
     shown.keyboard.press("ArrowUp")
-    assert f"token={seen.find('1,2')}" in shown.url
+    await_address(shown, f"token={seen.find('1,2')}")
     assert "heads=1.0" in shown.url  # the keys did not go to another head
     bright = brightness(overlay(shown))
     weights = seen.patch_weights("1.0", "1,2")
@@ -110,7 +117,7 @@ def test_special_tokens_are_buttons_with_their_weights(tab: Any, written: Path, 
     number = buttons.nth(0).locator("span").inner_text().replace("−", "-")
     assert float(number) == pytest.approx(float(row[0]), rel=0.051, abs=5.1e-5)
     buttons.nth(2).click()
-    assert "token=2" in shown.url
+    await_address(shown, "token=2")
     assert buttons.nth(2).get_attribute("aria-pressed") == "true"
 
 
@@ -130,7 +137,7 @@ def test_the_map_shows_the_patches_of_every_head_and_leads_to_the_image(tab: Any
     assert sizes == [[5, 5]] * 6
     shown.locator('.cell[data-head="1.1"]').click()
     assert shown.locator(".hw-image").is_visible()
-    assert "heads=1.1" in shown.url
+    await_address(shown, "heads=1.1")
 
 
 def test_pooling_looks_from_its_learned_query(tab: Any, tmp_path: Path) -> None:
