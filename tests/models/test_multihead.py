@@ -17,6 +17,7 @@ from headwise.attention.stats import stats_from_weights
 from headwise.errors import HeadwiseError, UnsupportedError
 from headwise.models import multihead
 from headwise.models.watching import call_reader
+from helpers.attention_cases import needs_kernel
 from helpers.known_modules import ROUNDING, assert_statistics, spread
 
 torch.set_num_threads(1)
@@ -304,6 +305,7 @@ def test_single_layers_and_a_decoder_are_watched(cls: Any) -> None:
     assert kinds == ({"self"} if cls is nn.TransformerEncoderLayer else {"self", "cross"})
 
 
+@needs_kernel
 def test_long_inputs_get_output_and_statistics_from_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(call_reader, "ONE_PASS", 0)
     torch.set_default_dtype(torch.float32)
