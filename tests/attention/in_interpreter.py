@@ -258,6 +258,14 @@ def test_triton_refuses_heads_that_are_too_wide():
     assert explain(q, q, q).endswith(f"(the triton kernel takes heads up to {launch.WIDEST} wide)")
 
 
+def test_dropout_in_a_cuda_graph_is_drawn_by_pytorch(monkeypatch):
+    call = random_case().tensors(torch.float32)
+    monkeypatch.setattr(launch, "_is_capturing", lambda q: True)
+    said = explain(call.q, call.k, call.v, dropout=0.1)
+    assert said.endswith("(a CUDA graph would drop the same weights in every replay)")
+    assert explain(call.q, call.k, call.v).startswith("triton:")
+
+
 def test_compiled_calls_use_torch_operators_instead_of_triton():
     call = random_case().tensors(torch.float32)
     compiled = torch.compile(attend, fullgraph=True, backend="eager")

@@ -10,6 +10,7 @@ from torch import nn
 
 from headwise import Alibi, Heads, KVCache, MultiHeadAttention, Rotary
 from headwise.errors import HeadwiseError, ShapeError, UnsupportedError
+from helpers.known_modules import spread
 
 BATCH, QUERIES, KEYS, WIDTH, HEADS = 3, 5, 7, 12, 4
 SIDES = {"one width": {}, "kdim": {"kdim": 5}, "vdim": {"vdim": 9}, "kdim and vdim": {"kdim": 5, "vdim": 9}}
@@ -22,21 +23,13 @@ def _seed():
     torch.manual_seed(0)
 
 
-def shaken(module: nn.Module) -> nn.Module:
-    """Every parameter random, biases, norms and sinks too."""
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.normal_(std=0.5)
-    return module
-
-
 def theirs(**options) -> nn.MultiheadAttention:
     options = {"batch_first": True, "dtype": torch.float64, **options}
-    return shaken(nn.MultiheadAttention(WIDTH, HEADS, **options))
+    return spread(nn.MultiheadAttention(WIDTH, HEADS, **options))
 
 
 def ours(d_model: int = WIDTH, num_heads: int = HEADS, **options) -> MultiHeadAttention:
-    return shaken(MultiHeadAttention(d_model, num_heads, **options, dtype=torch.float64))
+    return spread(MultiHeadAttention(d_model, num_heads, **options, dtype=torch.float64))
 
 
 def inputs(module) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -234,8 +227,8 @@ def test_converted_module_shares_no_memory():
     given = theirs()
     before = copy.deepcopy(given.state_dict())
     mine = MultiHeadAttention.from_torch(given)
-    shaken(mine)
-    shaken(mine.to_torch())
+    spread(mine)
+    spread(mine.to_torch())
     for name, value in given.state_dict().items():
         close(value, before[name], 0)
 
@@ -388,7 +381,7 @@ def test_pruning_does_not_modify_its_argument():
     whole = ours(18, 6, num_kv_heads=2, position=Alibi(), qk_norm="layer", sinks=True)
     before, heads = copy.deepcopy(whole.state_dict()), [1, 2]
     small = whole.prune_heads(heads)
-    shaken(small)
+    spread(small)
     small(torch.randn(1, 3, 18, dtype=torch.float64)).sum().backward()
     assert heads == [1, 2]
     assert whole.heads == Heads.split(18, 6, 2) and whole.head_numbers == tuple(range(6))

@@ -15,6 +15,7 @@ from headwise import replace_attention, restore_attention
 from headwise.attention.nn import torch_module
 from headwise.attention.nn.torch_module import HeadwiseMultiheadAttention
 from headwise.errors import MaskError, ShapeError, UnsupportedError
+from helpers.known_modules import spread
 
 BATCH, QUERIES, KEYS, WIDTH, HEADS = 3, 5, 7, 12, 4
 F64 = torch.float64
@@ -33,17 +34,9 @@ def _seed():
     torch.manual_seed(0)
 
 
-def shaken(module: nn.Module) -> nn.Module:
-    """Every parameter random, biases and norms too."""
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.normal_(std=0.5)
-    return module
-
-
 def pair(**options) -> tuple[nn.MultiheadAttention, nn.MultiheadAttention]:
     """PyTorch's module, and a copy of it that is replaced."""
-    theirs = shaken(nn.MultiheadAttention(WIDTH, HEADS, dtype=F64, **{"batch_first": True, **options}))
+    theirs = spread(nn.MultiheadAttention(WIDTH, HEADS, dtype=F64, **{"batch_first": True, **options}))
     return theirs, replace_attention(copy.deepcopy(theirs))
 
 
@@ -335,7 +328,7 @@ def encoder(**options) -> nn.TransformerEncoder:
     layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 2 * WIDTH, **options)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "enable_nested_tensor")
-        return shaken(nn.TransformerEncoder(layer, 2))
+        return spread(nn.TransformerEncoder(layer, 2))
 
 
 @either("grad", [True, False])
@@ -390,7 +383,7 @@ def test_nested_tensors_are_refused_where_they_cannot_be_served():
 @pytest.mark.filterwarnings("ignore:enable_nested_tensor")
 def test_whole_transformer_gives_the_same_output(grad, batch_first):
     theirs = nn.Transformer(WIDTH, HEADS, 1, 2, 2 * WIDTH, 0.0, batch_first=batch_first, dtype=F64)
-    shaken(theirs).train(grad)
+    spread(theirs).train(grad)
     ours = replace_attention(copy.deepcopy(theirs))
     assert sum(isinstance(m, HeadwiseMultiheadAttention) for m in ours.modules()) == 5
     source, target = (torch.randn(BATCH, n, WIDTH, dtype=F64) for n in (KEYS, QUERIES))
@@ -456,7 +449,7 @@ def test_code_like_detrs_and_clips_runs_unchanged():
     padding = masks()["padding"]["key_padding_mask"]
     mask = causal_mask(KEYS, KEYS, F64)
     for theirs, args in ((DetrLayer(), (x, pos, padding)), (ClipBlock(mask), (x,)), (ClipPool(), (x,))):
-        ours = replace_attention(copy.deepcopy(shaken(theirs.double())))
+        ours = replace_attention(copy.deepcopy(spread(theirs.double())))
         close(ours(*args), theirs(*args))
 
 
@@ -507,7 +500,7 @@ def test_state_dicts_load_both_ways():
     other.load_state_dict(ours.state_dict())
     qkv = inputs(theirs)
     close(other(*qkv)[0], ours(*qkv)[0])
-    fresh = shaken(other)
+    fresh = spread(other)
     ours.load_state_dict(fresh.state_dict())
     close(ours(*qkv)[0], fresh(*qkv)[0])
 

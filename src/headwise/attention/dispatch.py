@@ -248,6 +248,7 @@ def weights(q: Tensor, k: Tensor, call: AttentionCall, rows: Any = None, heads: 
 
 def strongest_keys(q: Tensor, k: Tensor, call: AttentionCall, count: int) -> StrongestKeys:
     """The `count` largest weights of every row and their keys, (B, H, Tq, count or all keys) in int64 and q's dtype."""
+    call = replace(call, dropout=0.0)  # weights are those before dropout
     count, queries = min(count, call.size.keys), range(call.size.queries)
     keys = torch.empty(*q.shape[:3], count, dtype=torch.long, device=q.device)
     strongest = StrongestKeys(keys, torch.empty_like(keys, dtype=q.dtype))

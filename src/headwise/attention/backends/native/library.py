@@ -266,7 +266,7 @@ def run_into(
         _address(visibility.mask), _address(sinks), _address(slopes), _address(gates),
         _address(sums), _address(queries), _address(classes), _address(lse),
         0 if strongest is None else strongest.weights.data_ptr(), 0 if strongest is None else strongest.keys.data_ptr(),
-        call.seed or 0, torch.get_num_threads(),
+        _seed(call), torch.get_num_threads(),
     )  # fmt: skip
     if _choice.run(template.fields + pointers, _choice.index):
         raise MemoryError(NO_MEMORY)
@@ -348,7 +348,7 @@ def backward(
     sinks, slopes = _as_floats(call.sinks), _as_floats(visibility.slopes)
     pointers = POINTERS.pack(
         q.data_ptr(), k.data_ptr(), v.data_ptr(), 0, *map(_address, numbers), _table_address(template),
-        _address(mask), _address(sinks), _address(slopes), 0, 0, 0, 0, 0, 0, 0, call.seed or 0, torch.get_num_threads(),
+        _address(mask), _address(sinks), _address(slopes), 0, 0, 0, 0, 0, 0, 0, _seed(call), torch.get_num_threads(),
     )  # fmt: skip
     of_q = q.new_empty(size.batch, size.queries, size.heads, size.dim)
     of_k = k.new_empty(size.batch, size.keys, size.kv_heads, size.dim)
@@ -374,6 +374,12 @@ def backward(
     if visibility.mask is not None and of_mask is not None:
         of_mask = of_mask.to(visibility.mask.dtype)
     return Gradients(of_q.transpose(1, 2), of_k.transpose(1, 2), of_v.transpose(1, 2), of_sinks, of_mask)
+
+
+def _seed(call: AttentionCall) -> int:
+    """The seed of dropout: without one, every call would drop the same weights."""
+    assert call.seed is not None or not call.dropout
+    return call.seed or 0
 
 
 def _address(x: Tensor | None) -> int:

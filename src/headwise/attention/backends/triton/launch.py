@@ -64,7 +64,14 @@ def why_not(q: Tensor, call: AttentionCall, extra: ExtraOutputs = NO_EXTRA) -> s
         return "the triton kernel does not sum the weight that each key receives"
     if extra.strongest:
         return "the triton kernel does not find the strongest keys"
+    if call.dropout and _is_capturing(q):
+        return "a CUDA graph would drop the same weights in every replay"
     return _try(q, call, extra)
+
+
+def _is_capturing(q: Tensor) -> bool:
+    """Whether a CUDA graph records what is computed on the device of q."""
+    return q.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _try(q: Tensor, call: AttentionCall, extra: ExtraOutputs, *, backward: bool = False) -> str | None:
