@@ -14,11 +14,13 @@ _LOCATIONS = {
     "CacheError": "errors",
     "CheckpointError": "errors",
     "Decoder": "attention.nn.stack",
+    "Effects": "circuits.effects",
     "Encoder": "attention.nn.stack",
     "HeadStats": "attention.stats",
     "Heads": "heads",
     "HeadwiseError": "errors",
     "KVCache": "attention.nn.kv_cache",
+    "LogitDifference": "circuits.metric",
     "MaskError": "errors",
     "MemoryCache": "attention.nn.kv_cache",
     "MultiHeadAttention": "attention.nn.module",
@@ -90,6 +92,8 @@ if TYPE_CHECKING:
     from .attention.nn.stack import Transformer as Transformer
     from .attention.nn.stack import TransformerBlock as TransformerBlock
     from .attention.stats import HeadStats as HeadStats
+    from .circuits.effects import Effects as Effects
+    from .circuits.metric import LogitDifference as LogitDifference
     from .errors import CacheError as CacheError
     from .errors import CheckpointError as CheckpointError
     from .errors import HeadwiseError as HeadwiseError

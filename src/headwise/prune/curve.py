@@ -10,10 +10,10 @@ import numpy as np
 import torch
 
 from ..errors import HeadwiseError
+from ..models.batches import batch_size
 from ..models.copying import copy_model
 from ..models.intervene.masking import mask_heads
 from .importance import importance
-from .objective import batch_size
 from .plan import plan
 from .quality import Quality, quality
 

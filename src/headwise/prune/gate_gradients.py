@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from ..errors import HeadwiseError
-from ..models.intervene.head_outputs import head_outputs, run
+from ..models.batches import batch_size, run
+from ..models.intervene.head_outputs import head_outputs
 from ..models.structure.sites import Site
-from .objective import batch_size
 from .scoring import ScoringRun, refuse_quantized
 
 

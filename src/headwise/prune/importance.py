@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -11,12 +11,14 @@ import torch
 from torch import nn
 
 from ..errors import HeadwiseError, UnsupportedError
+from ..models.batches import batch_size
+from ..models.evaluation import evaluating
 from ..models.intervene.masking import mask_heads
 from ..models.structure.sites import attention_sites
 from ..models.structure.wrappers import inner_model
 from .attention_layers import UNITS, AttentionLayer, attention_layers
 from .head_scores import HeadScores
-from .objective import Loss, Objective, batch_size, choose_objective
+from .objective import Loss, Objective, choose_objective
 from .registry import Score, find_score
 from .scoring import Progress, ScoringRun
 
@@ -92,7 +94,7 @@ def importance(
     with ExitStack() as stack:
         if masked and definition.runs_model:
             stack.enter_context(mask_heads(model, masked))
-        stack.enter_context(_evaluating(model))
+        stack.enter_context(evaluating(model))
         examples = definition.function(scoring)
     _check_examples(definition, scoring, examples)
     return _head_scores(definition, scoring.layers, unit, scoring.objective, examples)
@@ -162,20 +164,3 @@ def _check_examples(score: Score, scoring: ScoringRun, examples: list[np.ndarray
                 f"{score.name} of {layer.kind} layer {layer.index} is not a finite number; check the model's outputs "
                 "for NaN and inf on these batches, or score it in float32"
             )
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """In eval mode and without gradients of the parameters; both are put back."""
-    training = {module: module.training for module in model.modules()}
-    requires_grad = {parameter: parameter.requires_grad for parameter in model.parameters()}
-    model.eval()
-    for parameter in requires_grad:
-        parameter.requires_grad_(False)
-    try:
-        yield
-    finally:
-        for module, mode in training.items():
-            module.training = mode
-        for parameter, required in requires_grad.items():
-            parameter.requires_grad_(required)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ..errors import HeadwiseError
-from ..models.intervene.head_outputs import run
+from ..models.batches import run
 from ..models.structure.heads import w_o
 from ..models.structure.sites import attention_sites
 from ..models.surgery.removal import prune_heads

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from ..attention.nn.stack import Decoder
 from ..errors import HeadwiseError
+from ..models.batches import batch_size
 from ..models.surgery.dummy_inputs import output_tensors
 
 IGNORED = -100
@@ -76,17 +77,6 @@ def _from_loss(name: str, description: str, loss: Loss) -> Objective:
         return loss(out, batch)
 
     return Objective(name, description, description, of_output, of_output)
-
-
-def batch_size(batch: Any) -> int:
-    """The number of examples of a batch."""
-    values = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, tuple) else [batch]
-    tensors = [x for x in values if isinstance(x, Tensor)]
-    if not tensors:
-        raise HeadwiseError(
-            f"a batch is a dict of model inputs, a tensor or a tuple of them, got {type(batch).__name__}"
-        )
-    return int(tensors[0].shape[0])
 
 
 def _per_example(loss: Tensor, batch: Any) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..models.intervene.head_outputs import run
+from ..models.batches import run
 from ..resampling import bootstrap_counts, interval
 from .attention_layers import attention_layers
 from .head_scores import RESAMPLES

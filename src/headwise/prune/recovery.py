@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..errors import CheckpointError, HeadwiseError
-from ..models.intervene.head_outputs import run
+from ..models.batches import run
 from ..models.structure.heads import query_heads, w_o
 from ..models.structure.linear_layers import row_dim
 from ..models.structure.sites import attention_sites

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import UnsupportedError
-from ..models.intervene.head_outputs import head_outputs, run
+from ..models.batches import batch_size, run
+from ..models.intervene.head_outputs import head_outputs
 from ..models.structure.heads import w_o
 from ..models.structure.sites import Site
 from ..models.watching.watcher import watch
 from .attention_layers import AttentionLayer
-from .objective import Objective, batch_size
+from .objective import Objective
 
 Progress: TypeAlias = Callable[[int, int], None]  # steps done, steps in all
 SEED_STEP = 1_000_003  # between the seeds of two batches

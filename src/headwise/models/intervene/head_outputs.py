@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -10,13 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...attention.nn.stack import Decoder, Encoder, Transformer
 from ...errors import HeadwiseError
+from ..batches import run
 from ..hooks import Hooks
 from ..passes import PassTracker
 from ..structure.heads import query_heads
 from ..structure.sites import Site, attention_sites, first_per_module
-from ..text_inputs import run_on_tokens
 
 # (site, heads (..., H, head width), real tokens (B, T) or None) -> the heads, changed, or None to leave them
 HeadFunction = Callable[[Site, Tensor, Tensor | None], Tensor | None]
@@ -58,24 +57,6 @@ def head_outputs(model: nn.Module, function: HeadFunction) -> Iterator[None]:
         yield
     finally:
         hooks.remove()
-
-
-def run(model: nn.Module, batch: Any) -> Any:
-    """A model's output for a batch: keyword arguments, one tensor or a tuple; labels are left for the loss."""
-    if isinstance(batch, Mapping):
-        if "input_ids" in batch and isinstance(model, Encoder | Decoder | Transformer):
-            return run_on_tokens(model, batch)
-        return model(**{name: x for name, x in batch.items() if name != "labels" or _needs_labels(model)})
-    if isinstance(batch, Tensor):
-        return model(batch)
-    if isinstance(batch, tuple):
-        return model(*batch)
-    raise HeadwiseError(f"a batch is a dict of model inputs, a tensor or a tuple of them, got {type(batch).__name__}")
-
-
-def _needs_labels(model: nn.Module) -> bool:
-    """An encoder-decoder shifts its labels into the decoder's input."""
-    return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
 
 
 def mean_head_outputs(model: nn.Module, batches: Iterable[Any]) -> dict[str, Tensor]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...errors import UnsupportedError
-from ..intervene.head_outputs import run
+from ..batches import run
 from ..structure.heads import w_o
 from ..structure.sites import attention_sites, first_per_module
 from .image_input import image_input

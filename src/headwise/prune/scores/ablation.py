@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...models.intervene.head_outputs import run
+from ...models.batches import run
 from ...models.intervene.masking import mask_heads
 from ..registry import score
 from ..scoring import ScoringRun

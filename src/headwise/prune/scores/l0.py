@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ...models.intervene.head_outputs import head_outputs, run
+from ...models.batches import run
+from ...models.intervene.head_outputs import head_outputs
 from ...models.structure.sites import Site
 from ..registry import score
 from ..scoring import ScoringRun, refuse_quantized
