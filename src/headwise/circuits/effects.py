@@ -34,7 +34,7 @@ class EffectLayer(NamedTuple):
     """One row of the tables: an attention layer and its number of heads (or KV heads)."""
 
     kind: str
-    index: int
+    layer: int
     heads: int
 
 
@@ -134,14 +134,14 @@ class Effects(Mapping[str, np.ndarray]):
     def rows(self) -> Iterator[HeadEffect]:
         """Every head that was measured, in the model's order."""
         places = dict.fromkeys(self, -1)
-        for layer in self.layers:
-            places[layer.kind] += 1
-            row = places[layer.kind]
-            for head in range(layer.heads):
-                effect = float(self[layer.kind][row, head])
+        for kind, layer, heads in self.layers:
+            places[kind] += 1
+            row = places[kind]
+            for head in range(heads):
+                effect = float(self[kind][row, head])
                 if not np.isnan(effect):
-                    low, high = (float(x) for x in self.interval[layer.kind][:, row, head])
-                    yield HeadEffect(layer.kind, layer.index, head, effect, low, high)
+                    low, high = (float(x) for x in self.interval[kind][:, row, head])
+                    yield HeadEffect(kind, layer, head, effect, low, high)
 
     def strongest(self, number: int = 10) -> list[HeadEffect]:
         """The heads of the largest absolute effect, the largest first."""
@@ -208,7 +208,7 @@ class Effects(Mapping[str, np.ndarray]):
         if count(document["format"], "format") > FORMAT:
             raise ValueError(f"their format {document['format']} is newer than this headwise, which reads {FORMAT}")
         layers = [
-            EffectLayer(string(row["kind"], "kind"), count(row["index"], "index"), count(row["heads"], "heads"))
+            EffectLayer(string(row["kind"], "kind"), count(row["layer"], "layer"), count(row["heads"], "heads"))
             for row in items(document["layers"], "layers", anything)
         ]
         about = EffectsAbout(
@@ -223,9 +223,9 @@ class Effects(Mapping[str, np.ndarray]):
         numbers = items(document["examples"], "examples", _table)
         scale = items(document["scale"], "scale", finite)
         rest = mapping(document["rest_examples"], "rest_examples", lambda x, path: items(x, path, finite))
-        for layer, rows in zip(layers, numbers, strict=True):
-            if len(rows) != len(scale) or any(len(row) != layer.heads for row in rows):
-                raise ValueError(f"the examples of {layer.kind} layer {layer.index} have another shape")
+        for (kind, layer, heads), rows in zip(layers, numbers, strict=True):
+            if len(rows) != len(scale) or any(len(row) != heads for row in rows):
+                raise ValueError(f"the examples of {kind} layer {layer} have another shape")
         if any(len(rows) != len(scale) for rows in rest.values()) or not scale:
             raise ValueError("the numbers of examples differ")
         arrays = [np.array(rows, dtype=float) for rows in numbers]
