@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING
 from ..lazy import lazy_names
 
 if TYPE_CHECKING:
+    from .attribution import attribute as attribute
     from .effects import Effects as Effects
     from .metric import LogitDifference as LogitDifference
 
 _MODULES = {
     "Effects": "effects",
     "LogitDifference": "metric",
+    "attribute": "attribution",
 }
 
 __all__ = [*_MODULES]
