@@ -11,10 +11,12 @@ from ..lazy import lazy_names
 
 if TYPE_CHECKING:
     from .attribution import attribute as attribute
+    from .circuit_result import Circuit as Circuit
     from .effects import Effects as Effects
     from .metric import LogitDifference as LogitDifference
 
 _MODULES = {
+    "Circuit": "circuit_result",
     "Effects": "effects",
     "LogitDifference": "metric",
     "attribute": "attribution",
