@@ -19,7 +19,7 @@ from ..models.structure.wrappers import inner_model
 from ..resampling import bootstrap_counts, interval
 from .circuit_graph import CircuitGraph, circuit_graph
 from .circuit_result import Circuit, CircuitNode, CurvePoint, Edge, Share
-from .edge_passes import Activations, reader_gradients, record, run_edges
+from .edge_passes import Activations, reader_gradients, record, run_edges, select
 from .inputs import Pair, model_pairs, named_tensors
 from .metric import LogitDifference, Measure, Metric
 from .residual_stream import residual_stream
