@@ -184,6 +184,7 @@ class _Search:
         self.random = np.random.default_rng(seed)
         self.scores = np.zeros((0, graph.edges))  # (prompts, edges), in the metric's units
         self.clean = self.corrupted = np.zeros(0)  # (prompts,)
+        self._counts: np.ndarray | None = None  # of the bootstrap
 
     # scores
 
@@ -314,8 +315,9 @@ class _Search:
         mean = float(numerators.mean() / self.difference.mean())
         if len(numerators) < 2:
             return Share(mean, math.nan, math.nan)
-        counts = bootstrap_counts(len(numerators), RESAMPLES)
-        low, high = interval((counts @ numerators) / (counts @ self.difference))
+        if self._counts is None:
+            self._counts = bootstrap_counts(len(numerators), RESAMPLES)
+        low, high = interval((self._counts @ numerators) / (self._counts @ self.difference))
         return Share(mean, float(low), float(high))
 
     # result
