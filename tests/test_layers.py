@@ -17,6 +17,7 @@ LAYERS = (
     ("models",),
     ("role_definitions",),
     ("inspection",),
+    ("circuits",),
     ("roles",),
     ("prune",),
     ("scale",),

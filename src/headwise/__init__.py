@@ -13,8 +13,10 @@ _LOCATIONS = {
     "Atlas": "roles.atlas.result",
     "CacheError": "errors",
     "CheckpointError": "errors",
+    "Composition": "circuits.composition",
     "Decoder": "attention.nn.stack",
     "Encoder": "attention.nn.stack",
+    "HeadMatrices": "circuits.head_matrices",
     "HeadStats": "attention.stats",
     "Heads": "heads",
     "HeadwiseError": "errors",
@@ -38,7 +40,9 @@ _LOCATIONS = {
     "atlas": "roles.atlas.build",
     "attend": "attention.functional",
     "card": "card",
+    "composition": "circuits.composition",
     "explain": "attention.functional",
+    "head_matrices": "circuits.head_matrices",
     "head_stats": "attention.functional",
     "importance": "prune.importance",
     "inspect": "inspection.run",
@@ -90,6 +94,10 @@ if TYPE_CHECKING:
     from .attention.nn.stack import Transformer as Transformer
     from .attention.nn.stack import TransformerBlock as TransformerBlock
     from .attention.stats import HeadStats as HeadStats
+    from .circuits.composition import Composition as Composition
+    from .circuits.composition import composition as composition
+    from .circuits.head_matrices import HeadMatrices as HeadMatrices
+    from .circuits.head_matrices import head_matrices as head_matrices
     from .errors import CacheError as CacheError
     from .errors import CheckpointError as CheckpointError
     from .errors import HeadwiseError as HeadwiseError

@@ -1,0 +1,153 @@
+"""What an OV circuit does to tokens: its copying score, and the pairs of tokens that it links most; all in blocks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..errors import HeadwiseError
+from ..resampling import interval
+from .embeddings import Vocabulary
+from .low_rank import LowRank
+from .norms import Norm
+
+DRAWS = 100  # random heads
+SEED = 0
+TILE = 1 << 22  # scores of input and output tokens at a time
+Token = int | str
+
+
+@dataclass(frozen=True)
+class Copying:
+    """How far an OV circuit raises the tokens that it reads: from -1, lowers all, to 1, raises all.
+
+    The mean over random heads is near 0, as a head and its negative are equally likely; how far they scatter is the
+    model's embeddings' doing. A score inside of the interval says nothing about the head.
+    """
+
+    score: float  # NaN for a head that writes nothing
+    baseline: float  # mean over random heads
+    interval: tuple[float, float]  # 95 % of them
+    draws: int
+
+    def __str__(self) -> str:
+        low, high = self.interval
+        return f"{self.score:+.3f} (random heads {self.baseline:+.3f}, 95 % from {low:+.3f} to {high:+.3f})"
+
+
+@dataclass(frozen=True)
+class TokenPair:
+    """An input token, an output token, and what attending to the first adds to the logit of the second."""
+
+    input: Token
+    output: Token
+    score: float
+
+
+@dataclass(frozen=True)
+class TokenEffect:
+    """The output tokens that an input token raises and lowers most."""
+
+    raised: tuple[TokenPair, ...]
+    lowered: tuple[TokenPair, ...]
+
+
+def copying(ov: LowRank, norm: Norm | None, vocabulary: Vocabulary) -> Copying:
+    """The copying score of an OV circuit, beside that of random heads of the same shapes and norms.
+
+    norm: the one before the layer, which is in `ov` and through which random heads read the stream too.
+    """
+    product = vocabulary.product()  # (d, d)
+    random = torch.Generator().manual_seed(SEED)
+    scores = [
+        _copying_score(_random_head(ov, norm, random), product) for _ in range(DRAWS)
+    ]
+    low, high = interval(np.array(scores))
+    return Copying(_copying_score(ov, product), float(np.mean(scores)), (float(low), float(high)), DRAWS)
+
+
+def _copying_score(ov: LowRank, product: Tensor) -> float:
+    """Sum of the eigenvalues of W_U OV W_E^T, divided by the sum of their sizes."""
+    eigenvalues = LowRank(product @ ov.left, ov.right).eigenvalues
+    size = float(eigenvalues.abs().sum())
+    return float(eigenvalues.real.sum()) / size if size else float("nan")
+
+
+def _random_head(ov: LowRank, norm: Norm | None, random: torch.Generator) -> LowRank:
+    """A head of normal random numbers, with the shapes and norms of this one's factors."""
+    left, right = (
+        torch.randn(x.shape, generator=random, dtype=x.dtype).to(x.device) for x in (ov.left, ov.right)
+    )
+    right = right if norm is None else norm.before(right)
+    return LowRank(left * (ov.left.norm() / left.norm()), right * (ov.right.norm() / right.norm()))
+
+
+def strongest_pairs(ov: LowRank, norm: Norm | None, vocabulary: Vocabulary, count: int) -> list[tuple[int, int, float]]:
+    """The `count` pairs (input token, output token, score) of the largest scores, the largest first.
+
+    Input tokens come in the order of the lengths of what the head reads of them; the rest is left out once their lengths
+    say that no score can be among the largest.
+    """
+    reads = torch.cat([_reads(ov, norm, vocabulary, tokens) for tokens in vocabulary.blocks()])  # (V, d_v)
+    writes = torch.cat([vocabulary.outputs(tokens) @ ov.left for tokens in vocabulary.blocks()])  # (V, d_v)
+    lengths, order = reads.norm(dim=1).sort(descending=True)
+    longest = float(writes.norm(dim=1).max())
+    columns = min(len(writes), TILE)
+    rows = max(1, TILE // columns)
+    count = min(count, len(reads) * len(writes))
+    scores = reads.new_empty(0)
+    places = order.new_empty(0)  # input token * tokens + output token
+    for start in range(0, len(order), rows):
+        if len(scores) == count and float(lengths[start]) * longest < float(scores[-1]):
+            break
+        tokens = order[start : start + rows]
+        tile = reads[tokens] @ writes.T  # (rows, V)
+        if len(scores) == count and float(tile.max()) <= float(scores[-1]):
+            continue
+        values, index = tile.flatten().topk(min(count, tile.numel()))
+        found = tokens[index // len(writes)] * len(writes) + index % len(writes)
+        scores, best = torch.cat((scores, values)).topk(min(count, len(scores) + len(values)))
+        places = torch.cat((places, found))[best]
+    pairs = zip(places.tolist(), scores.tolist(), strict=True)
+    return [(place // len(writes), place % len(writes), score) for place, score in pairs]
+
+
+def effects_of(ov: LowRank, norm: Norm | None, vocabulary: Vocabulary, token: int) -> Tensor:
+    """(V,): what attending to a token adds to the logit of each token."""
+    if not 0 <= token < vocabulary.size:
+        raise HeadwiseError(f"token {token} is not in the vocabulary of {vocabulary.size}; ids count from 0")
+    reading = _reads(ov, norm, vocabulary, [token])[0]
+    return torch.cat([vocabulary.outputs(tokens) @ (ov.left @ reading) for tokens in vocabulary.blocks()])
+
+
+def _reads(ov: LowRank, norm: Norm | None, vocabulary: Vocabulary, tokens: slice | list[int]) -> Tensor:
+    """(n, d_v): the values that a head makes of token embeddings, each at the scale that the layer's norm gives it."""
+    x = vocabulary.inputs(tokens)
+    if norm is not None:
+        x = x / norm.scales(x).clamp(min=torch.finfo(x.dtype).tiny)  # unused tokens may be all zeros
+    return x @ ov.right.T
+
+
+def token_id(token: Any, tokenizer: Any) -> int:
+    """The id of a token that a user gave as an id or, with a tokenizer, as text."""
+    if isinstance(token, int) and not isinstance(token, bool):
+        return token
+    if not isinstance(token, str):
+        raise HeadwiseError(f"a token is an id or a text, got {token!r}")
+    if tokenizer is None:
+        raise HeadwiseError(f"the token {token!r} is a text; give its id, or give head_matrices a tokenizer=")
+    ids = tokenizer.encode(token, add_special_tokens=False)
+    if len(ids) != 1:
+        raise HeadwiseError(f"{token!r} is {len(ids)} tokens for this tokenizer, and one is expected; give an id")
+    return int(ids[0])
+
+
+def token_name(token: int, tokenizer: Any) -> Token:
+    """The text of a token where there is a tokenizer, else its id."""
+    if tokenizer is None:
+        return token
+    return str(tokenizer.decode([token]) or tokenizer.convert_ids_to_tokens([token])[0])
