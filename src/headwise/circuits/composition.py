@@ -230,7 +230,7 @@ class Reader:
 def _readers(layer: LayerFactors) -> dict[str, Reader]:
     """QK transposed, QK and OV of a layer's heads."""
     query, output = layer.query, layer.output
-    key, value = (x.repeat_interleave(layer.group, 0) for x in (layer.key, layer.value))
+    key, value = (_per_query_head(layer, x) for x in (layer.key, layer.value))
     return {
         "query": Reader(query, key @ key.mT),
         "key": Reader(key, query @ query.mT),
@@ -238,9 +238,13 @@ def _readers(layer: LayerFactors) -> dict[str, Reader]:
     }
 
 
+def _per_query_head(layer: LayerFactors, factor: Tensor) -> Tensor:
+    return factor if layer.group == 1 else factor.repeat_interleave(layer.group, 0)
+
+
 def _writer(layer: LayerFactors) -> Reader:
     """OV of a layer's heads, transposed."""
-    value = layer.value.repeat_interleave(layer.group, 0)
+    value = _per_query_head(layer, layer.value)
     return Reader(layer.output.mT, value @ value.mT)
 
 
@@ -263,7 +267,10 @@ def _scores(
     for width in sorted({writer.factor.shape[2] for writer in writers}):
         sending = [i for i, writer in enumerate(writers) if writer.factor.shape[2] == width]
         receiving = [
-            (name, i) for name in COMPONENTS for i, reader in enumerate(readers) if reader[name].factor.shape[2] == width
+            (name, i)
+            for name in COMPONENTS
+            for i, reader in enumerate(readers)
+            if reader[name].factor.shape[2] == width
         ]
         squares = _products([writers[i] for i in sending], [readers[i][name] for name, i in receiving], width)
         rows = np.concatenate(([0], np.cumsum([counts[i] for i in sending])))

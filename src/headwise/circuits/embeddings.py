@@ -122,9 +122,7 @@ def _check_tower(model: Any, site: Site) -> None:
         raise UnsupportedError(f"{site} ({site.name}) does not read token embeddings")
 
 
-def _final_norm(
-    model: Any, norms: StreamNorms, width: int, dtype: torch.dtype
-) -> tuple[Norm | None, tuple[str, ...]]:
+def _final_norm(model: Any, norms: StreamNorms, width: int, dtype: torch.dtype) -> tuple[Norm | None, tuple[str, ...]]:
     if not norms.final_known:
         return None, (f"a final norm, if there is one, is not folded into W_U: {norms.reason}",)
     if norms.final is None:

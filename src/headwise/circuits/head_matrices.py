@@ -189,9 +189,7 @@ def _head_number(site: Site, head: Any, count: int) -> int:
 
 
 def _biases(factors: LayerFactors, head: int) -> dict[str, Tensor]:
-    return {
-        name: bias[head if name == "query" else head // factors.group] for name, bias in factors.biases.items()
-    }
+    return {name: bias[head if name == "query" else head // factors.group] for name, bias in factors.biases.items()}
 
 
 def _check_count(k: Any) -> None:

@@ -161,4 +161,6 @@ def _head_norms(site: Site) -> tuple[str, ...]:
 
 
 def _unknown(site: Site, reason: str) -> UnsupportedError:
-    return UnsupportedError(f"the matrices of {type(site.module).__name__}'s heads (at {site.place}) are not known: {reason}")
+    return UnsupportedError(
+        f"the matrices of {type(site.module).__name__}'s heads (at {site.place}) are not known: {reason}"
+    )

@@ -37,10 +37,10 @@ class LayerFactors:
         return len(self.query) // len(self.key)
 
     def ov(self, head: int) -> LowRank:
-        return LowRank(self.output[head], self.value[head // self.group])
+        return LowRank(self.output[head].clone(), self.value[head // self.group].clone())  # without the other heads
 
     def qk(self, head: int) -> LowRank:
-        return LowRank(self.query[head].T, self.key[head // self.group])
+        return LowRank(self.query[head].clone().T, self.key[head // self.group].clone())
 
 
 def layer_factors(

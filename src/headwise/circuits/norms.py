@@ -73,7 +73,9 @@ def read_norm(module: nn.Module, path: str, width: int, dtype: torch.dtype) -> N
             if distance < difference:
                 best, difference = norm, distance
     if best is None or not difference <= CLOSE.get(x.dtype, CLOSE_IN_HALF):
-        raise UnsupportedError(f"{type(module).__name__} (at {path}) is neither a LayerNorm nor an RMSNorm by what it computes")
+        raise UnsupportedError(
+            f"{type(module).__name__} (at {path}) is neither a LayerNorm nor an RMSNorm by what it computes"
+        )
     return best
 
 

@@ -29,7 +29,7 @@ from ..models.watching import registry
 from ..models.watching.call_reader import ModelCall
 from .head_weights import LayerWeights
 from .norms import Norm, read_norm
-from .stream_norms import StreamNorms
+from .stream_norms import StreamNorms, check_unhooked
 
 ROTARY = re.compile(r"rotary|\brope|_rope|cos, sin|sinusoidal_pos|freqs_ci|apply_rot", re.IGNORECASE)
 POSITION_BIAS = re.compile(r"alibi|position_bias|relative_attention|rel_pos|disentangled", re.IGNORECASE)
@@ -64,7 +64,9 @@ def head_maps(model: nn.Module, weights: LayerWeights, norms: StreamNorms, dista
     rotary = _has_rotary(site)
     if distance is None or not rotary:
         query, key = (_norm_map(weights, role) for role in ("query", "key"))
-        words = "none: the layer's rotary positions are left out" if rotary else "none: the layer has no rotary positions"
+        words = (
+            "none: the layer's rotary positions are left out" if rotary else "none: the layer has no rotary positions"
+        )
         return HeadMaps(query, key, words, notes)
     if isinstance(site.module, MultiHeadAttention):
         query, key = _own_maps(site.module, weights, distance)
@@ -192,10 +194,9 @@ class _Capture:
         raise _Captured
 
 
-def _registry_maps(
-    model: nn.Module, weights: LayerWeights, norms: StreamNorms, distance: int
-) -> tuple[Tensor, Tensor]:
+def _registry_maps(model: nn.Module, weights: LayerWeights, norms: StreamNorms, distance: int) -> tuple[Tensor, Tensor]:
     """The maps of a layer of transformers, by its own code on basis vectors at the two positions."""
+    check_unhooked(model)
     site = weights.site
     rotary, layer_type = _rotary_module(model, site, norms)
     positions = torch.tensor([[max(distance, 0), max(-distance, 0)]], device=weights.query.device)
@@ -322,4 +323,6 @@ def _same_rows(table: Tensor, given: Tensor) -> bool:
 
 def _unknown(site: Site, reason: str, subject: str = "the rotation of queries and keys") -> UnsupportedError:
     advice = f"; {SELF_LIMIT}" if subject != "QK" else ""
-    return UnsupportedError(f"{subject} of {type(site.module).__name__} (at {site.place}) is not known: {reason}{advice}")
+    return UnsupportedError(
+        f"{subject} of {type(site.module).__name__} (at {site.place}) is not known: {reason}{advice}"
+    )

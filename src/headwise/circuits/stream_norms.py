@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from ..attention.nn.blocks import TransformerBlock
 from ..attention.nn.stack import Decoder, Transformer
-from ..errors import UnsupportedError
+from ..errors import HeadwiseError, UnsupportedError
+from ..models.hooks import has_hooks
 from ..models.intervene.head_outputs import run
 from ..models.structure.projections import find_projections
 from ..models.structure.sites import Site, attention_sites, first_per_module
@@ -91,6 +92,7 @@ def _read_known_block(model: nn.Module, site: Site, norms: StreamNorms) -> None:
 
 def _observe(model: Any, sites: list[Site], norms: StreamNorms) -> None:
     """Run the model once, and see which norms feed the projections of the other layers."""
+    check_unhooked(model)
     inputs = _inputs(model)
     if inputs is None:
         norms.reason = f"inputs for {type(model).__name__} are not known, so that it cannot be seen running"
@@ -105,6 +107,12 @@ def _observe(model: Any, sites: list[Site], norms: StreamNorms) -> None:
     norms.known |= observer.called
     norms.final_known = norms.final_known or observer.unembedding_called
     norms.reason = "its projections were not called while the model ran"
+
+
+def check_unhooked(model: nn.Module) -> None:
+    """Refuse to run a model inside of a `with` that sees or changes its runs."""
+    if has_hooks(model):
+        raise HeadwiseError("the model is being watched or masked; take its heads' matrices outside of that `with`")
 
 
 def _inputs(model: Any) -> dict[str, Tensor] | None:

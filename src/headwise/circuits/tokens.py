@@ -18,6 +18,7 @@ from .norms import Norm
 DRAWS = 100  # random heads
 SEED = 0
 TILE = 1 << 22  # scores of input and output tokens at a time
+SLACK = 1 - 1e-4  # for the rounding of lengths and scores
 Token = int | str
 
 
@@ -63,9 +64,7 @@ def copying(ov: LowRank, norm: Norm | None, vocabulary: Vocabulary) -> Copying:
     """
     product = vocabulary.product()  # (d, d)
     random = torch.Generator().manual_seed(SEED)
-    scores = [
-        _copying_score(_random_head(ov, norm, random), product) for _ in range(DRAWS)
-    ]
+    scores = [_copying_score(_random_head(ov, norm, random), product) for _ in range(DRAWS)]
     low, high = interval(np.array(scores))
     return Copying(_copying_score(ov, product), float(np.mean(scores)), (float(low), float(high)), DRAWS)
 
@@ -79,9 +78,7 @@ def _copying_score(ov: LowRank, product: Tensor) -> float:
 
 def _random_head(ov: LowRank, norm: Norm | None, random: torch.Generator) -> LowRank:
     """A head of normal random numbers, with the shapes and norms of this one's factors."""
-    left, right = (
-        torch.randn(x.shape, generator=random, dtype=x.dtype).to(x.device) for x in (ov.left, ov.right)
-    )
+    left, right = (torch.randn(x.shape, generator=random, dtype=x.dtype).to(x.device) for x in (ov.left, ov.right))
     right = right if norm is None else norm.before(right)
     return LowRank(left * (ov.left.norm() / left.norm()), right * (ov.right.norm() / right.norm()))
 
@@ -89,31 +86,38 @@ def _random_head(ov: LowRank, norm: Norm | None, random: torch.Generator) -> Low
 def strongest_pairs(ov: LowRank, norm: Norm | None, vocabulary: Vocabulary, count: int) -> list[tuple[int, int, float]]:
     """The `count` pairs (input token, output token, score) of the largest scores, the largest first.
 
-    Input tokens come in the order of the lengths of what the head reads of them; the rest is left out once their lengths
-    say that no score can be among the largest.
+    A score is at most the product of two lengths: of what the head reads of the input token, and of what the output token
+    reads of the head. Both sides come in the order of their lengths, and pairs that cannot be among the largest are left
+    out.
     """
     reads = torch.cat([_reads(ov, norm, vocabulary, tokens) for tokens in vocabulary.blocks()])  # (V, d_v)
     writes = torch.cat([vocabulary.outputs(tokens) @ ov.left for tokens in vocabulary.blocks()])  # (V, d_v)
-    lengths, order = reads.norm(dim=1).sort(descending=True)
-    longest = float(writes.norm(dim=1).max())
-    columns = min(len(writes), TILE)
-    rows = max(1, TILE // columns)
-    count = min(count, len(reads) * len(writes))
-    scores = reads.new_empty(0)
-    places = order.new_empty(0)  # input token * tokens + output token
-    for start in range(0, len(order), rows):
-        if len(scores) == count and float(lengths[start]) * longest < float(scores[-1]):
-            break
-        tokens = order[start : start + rows]
-        tile = reads[tokens] @ writes.T  # (rows, V)
-        if len(scores) == count and float(tile.max()) <= float(scores[-1]):
+    (lengths, inputs), (write_lengths, outputs) = (x.norm(dim=1).sort(descending=True) for x in (reads, writes))
+    writes, total = writes[outputs], len(outputs)
+    scores, places = reads.new_empty(0), inputs.new_empty(0)  # a place: input token * tokens + output token
+    start = 0
+    while start < len(inputs):
+        columns = total
+        if len(scores) == count and float(scores[-1]) > 0:
+            shortest = float(scores[-1]) * SLACK / max(float(lengths[start]), torch.finfo(reads.dtype).tiny)
+            columns = int((write_lengths >= shortest).sum())
+            if not columns:
+                break
+        tokens = inputs[start : start + max(1, TILE // columns)]
+        start += len(tokens)
+        scored = (reads[tokens] @ writes[:columns].T).flatten()  # rows * columns
+        if len(scores) < count:
+            values, index = scored.topk(min(count, len(scored)))
+        elif float(scored.max()) > float(scores[-1]):
+            index = (scored > scores[-1]).nonzero().flatten()
+            values = scored[index]
+        else:
             continue
-        values, index = tile.flatten().topk(min(count, tile.numel()))
-        found = tokens[index // len(writes)] * len(writes) + index % len(writes)
+        candidates = tokens[index // columns] * total + outputs[index % columns]
         scores, best = torch.cat((scores, values)).topk(min(count, len(scores) + len(values)))
-        places = torch.cat((places, found))[best]
+        places = torch.cat((places, candidates))[best]
     pairs = zip(places.tolist(), scores.tolist(), strict=True)
-    return [(place // len(writes), place % len(writes), score) for place, score in pairs]
+    return [(place // total, place % total, score) for place, score in pairs]
 
 
 def effects_of(ov: LowRank, norm: Norm | None, vocabulary: Vocabulary, token: int) -> Tensor:
