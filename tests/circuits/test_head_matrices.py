@@ -142,7 +142,8 @@ def test_qk_at_a_distance_differs_from_qk_without_rotation(name: str) -> None:
 
 
 WRITING = (
-    "gpt2", "gpt_bigcode", "bert", "opt", "deberta", "llama", "gpt_neox", "falcon-grouped", "codegen", "gemma2", "bloom",
+    "gpt2", "gpt_bigcode", "bert", "opt", "deberta", "llama", "gpt_neox", "falcon-grouped", "codegen", "gemma2",
+    "bloom",
 )  # fmt: skip
 
 
@@ -489,9 +490,7 @@ def test_a_norm_that_is_not_known_is_said_or_refused() -> None:
     attention = headwise.MultiHeadAttention(20, 4)
     model = nn.Sequential(nn.LayerNorm(20), attention)
     assert "none folded: which norm is before the layer is not known" in headwise.head_matrices(model, 1, 1).norm
-    with pytest.raises(
-        headwise.UnsupportedError, match="the norms around self layer .* are not known.*fold_norm=False"
-    ):
+    with pytest.raises(headwise.UnsupportedError, match="norms around self layer .* are not known.*fold_norm=False"):
         headwise.head_matrices(model, 1, 1, fold_norm=True)
 
 
@@ -526,7 +525,7 @@ def test_unknown_layers_heads_and_options_are_refused(arguments: Any, options: A
     [
         ("deepseek_v3", {}, "no layer of its own makes its W_V, as in multi-head latent attention"),
         ("bitnet", {}, "attn_sub_norm changes more than queries and keys"),
-        ("qwen3_next", {}, "its W_Q has 28 rows per head and its W_K 14"),
+        ("qwen3_next", {}, "its W_Q has 32 rows per head and its W_K 16"),
         ("diffllama", {}, "its own code lays the heads out"),
         ("codegen", {"distance": 3}, "its attention function is not in transformers' registry; give distance=None"),
     ],

@@ -44,10 +44,10 @@ class HeadPair:
 class Composition:
     """Q-, K- and V-composition between all pairs of heads of a model, less the value for random heads.
 
-    `scores["key"][u, v]` is norm(QK_v OV_u) / (norm(QK_v) norm(OV_u)) - 1 / sqrt(d), for the u-th and the v-th of `heads`;
-    "query" has QK_v transposed, "value" has OV_v. NaN where v does not read what u writes: an earlier layer, another
-    stack, a head of zeros. 1 / sqrt(d) is the root mean square of the ratio when one of the two matrices is turned at
-    random, whatever its singular values.
+    `scores["key"][u, v]` is norm(QK_v OV_u) / (norm(QK_v) norm(OV_u)) - 1 / sqrt(d) for the heads `heads[u]` and
+    `heads[v]`; "query" has QK_v transposed, "value" has OV_v. NaN where v does not read what u writes: it is not in a
+    later layer of the same stack, or one of the two is a head of zeros. 1 / sqrt(d) is the root mean square of the
+    ratio when one of the two matrices is rotated at random, whatever its singular values.
     """
 
     model: str
@@ -167,9 +167,8 @@ class Composition:
         several_kinds = len({kind for kind, *_ in self.heads}) > 1
         for pair in self.strongest(5):
             earlier, later = (_head_name(head, several_kinds) for head in (pair.earlier, pair.later))
-            lines.append(
-                f"  {earlier} -> {pair.component} of {later}: {pair.score:+.3f} ({pair.deviation:+.0f} standard deviations)"
-            )
+            size = f"{pair.score:+.3f} ({pair.deviation:+.0f} standard deviations)"
+            lines.append(f"  {earlier} -> {pair.component} of {later}: {size}")
         return "\n".join([*lines, *(f"  {note}" for note in self.notes)])
 
 
@@ -266,12 +265,8 @@ def _scores(
     scores = {name: np.full((total, total), np.nan) for name in COMPONENTS}
     for width in sorted({writer.factor.shape[2] for writer in writers}):
         sending = [i for i, writer in enumerate(writers) if writer.factor.shape[2] == width]
-        receiving = [
-            (name, i)
-            for name in COMPONENTS
-            for i, reader in enumerate(readers)
-            if reader[name].factor.shape[2] == width
-        ]
+        places = [(name, i) for name in COMPONENTS for i in range(len(layers))]
+        receiving = [(name, i) for name, i in places if readers[i][name].factor.shape[2] == width]
         squares = _products([writers[i] for i in sending], [readers[i][name] for name, i in receiving], width)
         rows = np.concatenate(([0], np.cumsum([counts[i] for i in sending])))
         columns = np.concatenate(([0], np.cumsum([counts[i] for _, i in receiving])))
@@ -339,7 +334,7 @@ def _notes(sites: list[Site], layers: list[LayerFactors], before: dict[tuple[str
         notes.append("no norm is folded in; norms between the layers, as in post-norm models, are left out")
     if any("rotary" in layer.rotation for layer in layers):
         notes.append("QK is without rotation")
-    return tuple([*notes, *dict.fromkeys(note for layer in layers for note in layer.notes)])
+    return (*notes, *dict.fromkeys(note for layer in layers for note in layer.notes))
 
 
 def _round(values: np.ndarray) -> np.ndarray:

@@ -22,7 +22,7 @@ BLOCK = 4096  # tokens
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """W_E and W_U of a model, (tokens, d) each, as they are in the model; and what stands between W_U and the stream."""
+    """W_E and W_U of a model, (tokens, d) each, and the norm between the stream and W_U."""
 
     embedding: Tensor
     unembedding: Tensor

@@ -127,9 +127,12 @@ def _matrix(layer: Projections, role: str) -> tuple[Tensor, Tensor | None, Layou
         bias, width = module._parameters.get("in_proj_bias"), layer.query * layer.value_dim
         if packed is not None:
             return packed, bias, LAYOUTS["qkv"]
-        weight = module.get_parameter(f"{role}_proj_weight")
         first = "qkv".index(role) * width
-        return weight, None if bias is None else bias[first : first + width], LAYOUTS[role]
+        return (
+            module.get_parameter(f"{role}_proj_weight"),
+            None if bias is None else bias[first : first + width],
+            LAYOUTS[role],
+        )
     candidates = []
     for part in layer.parts:
         name = part.path.rpartition(".")[2]
@@ -142,9 +145,8 @@ def _matrix(layer: Projections, role: str) -> tuple[Tensor, Tensor | None, Layou
     if not candidates:
         raise _unknown(layer.site, f"no layer of its own makes its {ROLES[role]}, as in multi-head latent attention")
     part = candidates[0]
-    weight = part.linear.get_parameter("weight")
-    weight = weight if row_dim(part.linear) == 0 else weight.T
-    return weight, part.linear._parameters.get("bias"), part.layout
+    weight: Tensor = part.linear.get_parameter("weight")
+    return weight if row_dim(part.linear) == 0 else weight.T, part.linear._parameters.get("bias"), part.layout
 
 
 def _is_head_norm(path: str) -> bool:
@@ -161,6 +163,5 @@ def _head_norms(site: Site) -> tuple[str, ...]:
 
 
 def _unknown(site: Site, reason: str) -> UnsupportedError:
-    return UnsupportedError(
-        f"the matrices of {type(site.module).__name__}'s heads (at {site.place}) are not known: {reason}"
-    )
+    owner = f"{type(site.module).__name__}'s heads (at {site.place})"
+    return UnsupportedError(f"the matrices of {owner} are not known: {reason}")

@@ -73,9 +73,8 @@ def read_norm(module: nn.Module, path: str, width: int, dtype: torch.dtype) -> N
             if distance < difference:
                 best, difference = norm, distance
     if best is None or not difference <= CLOSE.get(x.dtype, CLOSE_IN_HALF):
-        raise UnsupportedError(
-            f"{type(module).__name__} (at {path}) is neither a LayerNorm nor an RMSNorm by what it computes"
-        )
+        name = f"{type(module).__name__} (at {path})"
+        raise UnsupportedError(f"{name} computes neither a LayerNorm nor an RMSNorm")
     return best
 
 

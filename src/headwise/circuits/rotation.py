@@ -37,7 +37,7 @@ FUNCTIONAL_NORM = ("logit_scale",)  # cosine attention divides queries and keys 
 LENGTH = 1000.0  # of the basis vectors: the epsilon of a norm is nothing beside it
 LINEAR = 1e-4  # how far a map may be from linear, relative to its largest entry
 ROTARY_NAME = "rotary_emb"
-SELF_LIMIT = "give distance=None for QK without rotation"
+ROTATION = "the rotation of queries and keys"  # the subject of a refusal
 
 
 @dataclass(frozen=True)
@@ -64,10 +64,8 @@ def head_maps(model: nn.Module, weights: LayerWeights, norms: StreamNorms, dista
     rotary = _has_rotary(site)
     if distance is None or not rotary:
         query, key = (_norm_map(weights, role) for role in ("query", "key"))
-        words = (
-            "none: the layer's rotary positions are left out" if rotary else "none: the layer has no rotary positions"
-        )
-        return HeadMaps(query, key, words, notes)
+        words = "the layer's rotary positions are left out" if rotary else "the layer has no rotary positions"
+        return HeadMaps(query, key, f"none: {words}", notes)
     if isinstance(site.module, MultiHeadAttention):
         query, key = _own_maps(site.module, weights, distance)
     elif site.source == "registry":
@@ -261,20 +259,16 @@ def _run_layer(model: nn.Module, weights: LayerWeights, embeddings: Any, length:
 
 
 def _arguments(module: nn.Module, hidden: Tensor, embeddings: Any) -> dict[str, Any]:
-    arguments: dict[str, Any] = {}
-    for name, parameter in inspect.signature(type(module).forward).parameters.items():
-        if name == "hidden_states":
-            arguments[name] = hidden
-        elif name == "position_embeddings":
-            arguments[name] = embeddings
-        elif name == "attention_mask" or (name != "self" and parameter.default is parameter.empty):
-            if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-                arguments[name] = None
-    return arguments
+    """Arguments for a layer's forward: None where it needs another one, and for its mask."""
+    values = {"hidden_states": hidden, "position_embeddings": embeddings}
+    parameters = inspect.signature(module.forward).parameters.values()
+    named = [x for x in parameters if x.kind in (x.POSITIONAL_OR_KEYWORD, x.KEYWORD_ONLY)]
+    needed = [x.name for x in named if x.default is x.empty or x.name in (*values, "attention_mask")]
+    return {name: values.get(name) for name in needed}
 
 
 def _rotary_module(model: Any, site: Site, norms: StreamNorms) -> tuple[nn.Module, str | None]:
-    """The module that makes a layer's cos and sin, and which of its types: the one that gives what the layer is given."""
+    """The module that makes a layer's cos and sin, and for which type of layer, by what the layer is given."""
     seen = norms.positions.get(site.name)
     if seen is None:
         raise _unknown(site, norms.reason or "it is given no position_embeddings, cos and sin, while the model runs")
@@ -321,8 +315,7 @@ def _same_rows(table: Tensor, given: Tensor) -> bool:
     return bool(torch.equal(table.expand_as(given), given))
 
 
-def _unknown(site: Site, reason: str, subject: str = "the rotation of queries and keys") -> UnsupportedError:
-    advice = f"; {SELF_LIMIT}" if subject != "QK" else ""
-    return UnsupportedError(
-        f"{subject} of {type(site.module).__name__} (at {site.place}) is not known: {reason}{advice}"
-    )
+def _unknown(site: Site, reason: str, subject: str = ROTATION) -> UnsupportedError:
+    advice = "; give distance=None for QK without rotation" if subject == ROTATION else ""
+    owner = f"{type(site.module).__name__} (at {site.place})"
+    return UnsupportedError(f"{subject} of {owner} is not known: {reason}{advice}")

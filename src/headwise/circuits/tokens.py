@@ -86,9 +86,8 @@ def _random_head(ov: LowRank, norm: Norm | None, random: torch.Generator) -> Low
 def strongest_pairs(ov: LowRank, norm: Norm | None, vocabulary: Vocabulary, count: int) -> list[tuple[int, int, float]]:
     """The `count` pairs (input token, output token, score) of the largest scores, the largest first.
 
-    A score is at most the product of two lengths: of what the head reads of the input token, and of what the output token
-    reads of the head. Both sides come in the order of their lengths, and pairs that cannot be among the largest are left
-    out.
+    A score is at most the product of two lengths: of what the head reads of the input token, and of what the output
+    token reads of the head. Both sides are sorted by length, and pairs that cannot be among the largest are left out.
     """
     reads = torch.cat([_reads(ov, norm, vocabulary, tokens) for tokens in vocabulary.blocks()])  # (V, d_v)
     writes = torch.cat([vocabulary.outputs(tokens) @ ov.left for tokens in vocabulary.blocks()])  # (V, d_v)
