@@ -28,8 +28,9 @@ LAYER, HEAD, TOKENS, DISTANCE = 1, 4, 7, 3
 # rotary positions of all forms: plain, partial, interleaved, by type of layer, complex, scaled; after a norm
 ROTARY = (
     "llama", "llama-yarn", "llama-dynamic", "llama-llama3", "phi", "phi3", "gpt_neox", "cohere", "modernbert", "qwen3",
-    "gemma2", "gemma3_text", "olmo3", "llama4_text",
+    "gemma2", "gemma3_text", "olmo3", "llama4_text", "hunyuan_v1_dense",
 )  # fmt: skip
+NORMALISED = ("qwen3", "gemma3_text", "olmo3", "llama4_text", "hunyuan_v1_dense")  # the last: after its rotation
 SCALED: dict[str, dict[str, Any]] = {
     "llama-yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
     "llama-dynamic": {"rope_type": "dynamic", "factor": 4.0},
@@ -124,7 +125,7 @@ def test_qk_at_a_distance_is_the_product_of_the_models_own_queries_and_keys(name
     ours_q = projected(head.qk.left.T, x[query_at], head.biases.get("query"))
     ours_k = projected(head.qk.right, x[key_at], head.biases.get("key"))
     is_normalised = any("normalised" in note for note in head.notes)
-    assert is_normalised == (name in ("qwen3", "gemma3_text", "olmo3", "llama4_text"))
+    assert is_normalised == (name in NORMALISED)
     if is_normalised:  # up to the scale of each vector
         q, k, ours_q, ours_k = (v / v.norm() for v in (q, k, ours_q, ours_k))
     # cos and sin are float32, and so are norms of queries and keys: the angle m - n is one of two angles m and n
@@ -462,6 +463,34 @@ def test_a_model_without_tokens_at_both_ends_has_no_copying_score(
     for use in (lambda: head.copying, head.top_tokens, lambda: head.token_effect(3)):
         with pytest.raises(headwise.UnsupportedError, match=reason):
             use()
+
+
+@pytest.mark.parametrize("kind", ["encoder", "decoder", "cross"])
+def test_the_norms_of_a_post_norm_model_are_its_stream(kind: str) -> None:
+    """BART's cross-attention reads the norm after self-attention, to which its own output is added."""
+    head = headwise.head_matrices(build("bart"), (kind, 1), 1)
+    assert head.norm == "none between the residual stream and the layer's projections"
+
+
+def test_a_vision_tower_does_not_read_token_embeddings() -> None:
+    model = model_families.build(model_families.BY_NAME["llava"], auto=transformers.AutoModelForImageTextToText)
+    head = headwise.head_matrices(model, ("vision_tower", 1), 1)
+    with pytest.raises(headwise.UnsupportedError, match="does not read token embeddings"):
+        head.copying  # noqa: B018
+    assert -1 <= headwise.head_matrices(model, ("language_model", 1), 1).copying.score <= 1
+
+
+@pytest.mark.parametrize("name", ["jamba", "granitemoehybrid"])
+def test_a_layer_without_positions_is_the_same_at_every_distance(name: str) -> None:
+    model = build(name).float()  # its experts take no float64
+    plain, far = (headwise.head_matrices(model, attention_sites(model)[0].key, 1, distance=d) for d in (None, 9))
+    assert plain.rotation == far.rotation == "none: the layer has no rotary positions"
+    assert torch.equal(plain.qk.dense(), far.qk.dense())
+
+
+def test_norms_of_a_speech_model_are_seen() -> None:
+    head = headwise.head_matrices(build("whisper"), ("cross", 0), 1)
+    assert head.norm.endswith("LayerNorm decoder.layers.0.encoder_attn_layer_norm folded into W_Q")
 
 
 def test_the_final_norm_is_found_before_a_scaled_unembedding() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..attention.nn.stack import Decoder, Transformer
 from ..errors import UnsupportedError
 from ..models.structure.linear_layers import weight_problem
-from ..models.structure.sites import Site
+from ..models.structure.sites import Site, attention_sites
 from ..models.text_inputs import has_config, is_encoder_decoder
 from .norms import Norm, read_norm
 from .stream_norms import StreamNorms, unembedding_module
@@ -93,8 +93,7 @@ def _matrices(model: Any) -> tuple[Tensor | None, Tensor | None]:
         return tokens, tokens if decoder.shape.head == "tied" else own
     if not has_config(model):
         return None, None
-    module = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
-    return _plain_weight(module), _plain_weight(unembedding_module(model))
+    return _plain_weight(_input_embeddings(model)), _plain_weight(unembedding_module(model))
 
 
 def _plain_weight(module: Any) -> Tensor | None:
@@ -112,14 +111,30 @@ def _check_tower(model: Any, site: Site) -> None:
         raise UnsupportedError(f"{site} reads the states of another stack, not token embeddings; take self-attention")
     if is_encoder_decoder(model) and site.kind == "encoder":
         raise UnsupportedError(f"{site} writes into the encoder's stream, which is not unembedded; take the decoder's")
-    if not hasattr(model, "get_input_embeddings") or not has_config(model):
-        return
-    embeddings = model.get_input_embeddings()
+    embeddings = _input_embeddings(model)
     paths = [path for path, module in model.named_modules(remove_duplicate=False) if module is embeddings]
-    towers = ("vision", "visual", "image", "audio", "speech")
-    marks = [mark for mark in towers if mark in site.name.lower()]
-    if marks and not any(mark in path.lower() for path in paths for mark in marks):
+    if paths and not any(site.name.startswith(_owner(model, path)) for path in paths):
         raise UnsupportedError(f"{site} ({site.name}) does not read token embeddings")
+
+
+def _owner(model: nn.Module, path: str) -> str:
+    """The path, with a dot, of the innermost module that holds both the embeddings and attention layers."""
+    names = [site.name for site in attention_sites(model)]
+    while path:
+        path = path.rpartition(".")[0]
+        if any(name.startswith(f"{path}.") for name in names):
+            return f"{path}." if path else ""
+    return ""
+
+
+def _input_embeddings(model: Any) -> nn.Module | None:
+    if not has_config(model):
+        return None
+    try:
+        module = model.get_input_embeddings()
+    except (NotImplementedError, AttributeError):  # a model of images or sound
+        return None
+    return module if isinstance(module, nn.Module) else None
 
 
 def _final_norm(model: Any, norms: StreamNorms, width: int, dtype: torch.dtype) -> tuple[Norm | None, tuple[str, ...]]:

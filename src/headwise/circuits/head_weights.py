@@ -16,6 +16,7 @@ from ..models.structure.layouts import LAYOUTS, SAME_FOR_ALL_HEADS, Layout
 from ..models.structure.linear_layers import row_dim, weight_problem
 from ..models.structure.projections import Projections, ProjectionsError, find_projections
 from ..models.structure.sites import Site
+from .norms import is_norm
 
 ROLES = {"q": "W_Q", "k": "W_K", "v": "W_V"}
 # Linear layers with rows per query head that make no queries: of positions, of other kinds of tokens.
@@ -93,7 +94,7 @@ def _check(layer: Projections) -> None:
     if gate is not None:
         raise _unknown(site, f"{gate} multiplies the heads' outputs by a gate that depends on the input")
     for name, child in module.named_modules():
-        if "norm" in type(child).__name__.lower() and not _is_head_norm(name) and name != AFTER_W_O:
+        if is_norm(child) and not _is_head_norm(name) and name != AFTER_W_O:
             raise _unknown(site, f"its {name} changes more than queries and keys")
     accounted = {parameter for part in layer.parts for parameter in part.linear.parameters()}
     accounted |= set(layer.out.parameters())
@@ -155,11 +156,7 @@ def _is_head_norm(path: str) -> bool:
 
 def _head_norms(site: Site) -> tuple[str, ...]:
     """Norms of queries and keys in the attention module, without modules that do nothing."""
-    return tuple(
-        name
-        for name, child in site.module.named_modules()
-        if "norm" in type(child).__name__.lower() and _is_head_norm(name) and not any(child.children())
-    )
+    return tuple(name for name, child in site.module.named_modules() if is_norm(child) and _is_head_norm(name))
 
 
 def _unknown(site: Site, reason: str) -> UnsupportedError:

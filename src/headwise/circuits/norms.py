@@ -11,6 +11,7 @@ from ..errors import UnsupportedError
 
 CLOSE = {torch.float64: 1e-5, torch.float32: 1e-4}  # between a norm and its formula, relative to the largest output
 CLOSE_IN_HALF = 0.02
+OTHER_AXES = ("batch", "group", "instance")  # in the names of norms over other axes than the last
 LARGE = 100.0  # size of the numbers that a norm is tried on: its epsilon is nothing beside them
 
 
@@ -45,6 +46,12 @@ class Norm:
 
     def __str__(self) -> str:
         return f"{self.kind} {self.path}"
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Whether a module is a norm over vectors, by its class's name."""
+    name = type(module).__name__.lower()
+    return "norm" in name and not any(module.children()) and not any(axis in name for axis in OTHER_AXES)
 
 
 def read_norm(module: nn.Module, path: str, width: int, dtype: torch.dtype) -> Norm:

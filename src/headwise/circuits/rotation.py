@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import itertools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -32,11 +33,13 @@ from .norms import Norm, read_norm
 from .stream_norms import StreamNorms, check_unhooked
 
 ROTARY = re.compile(r"rotary|\brope|_rope|cos, sin|sinusoidal_pos|freqs_ci|apply_rot", re.IGNORECASE)
+DECORATOR = re.compile(r"^@.*$", re.MULTILINE)  # some name a rotation that the class does not use
 POSITION_BIAS = re.compile(r"alibi|position_bias|relative_attention|rel_pos|disentangled", re.IGNORECASE)
 FUNCTIONAL_NORM = ("logit_scale",)  # cosine attention divides queries and keys by their lengths
 LENGTH = 1000.0  # of the basis vectors: the epsilon of a norm is nothing beside it
 LINEAR = 1e-4  # how far a map may be from linear, relative to its largest entry
 ROTARY_NAME = "rotary_emb"
+FIRST_POSITIONS = (0, 1)  # PaliGemma's positions count from 1
 ROTATION = "the rotation of queries and keys"  # the subject of a refusal
 
 
@@ -61,7 +64,7 @@ def head_maps(model: nn.Module, weights: LayerWeights, norms: StreamNorms, dista
         raise HeadwiseError(f"distance must be a whole number of tokens or None, got {distance!r}")
     site = weights.site
     notes = _notes(weights)
-    rotary = _has_rotary(site)
+    rotary = _has_rotary(site, norms)
     if distance is None or not rotary:
         query, key = (_norm_map(weights, role) for role in ("query", "key"))
         words = "the layer's rotary positions are left out" if rotary else "the layer has no rotary positions"
@@ -76,14 +79,17 @@ def head_maps(model: nn.Module, weights: LayerWeights, norms: StreamNorms, dista
     return HeadMaps(query, key, f"for a query {abs(distance)} tokens {side} its key", notes)
 
 
-def _has_rotary(site: Site) -> bool:
+def _has_rotary(site: Site, norms: StreamNorms) -> bool:
     module = site.module
     if isinstance(module, MultiHeadAttention):
         return isinstance(module.position, Rotary)
     if isinstance(module, nn.MultiheadAttention):
         return False
+    if site.name in norms.positions:  # None in a layer without positions of a model that has them
+        return norms.positions[site.name] is not None
     cls: ModuleClass = type(module)
-    return _alibi(module) is not True and bool(ROTARY.search(forward_source(cls)) or ROTARY.search(class_source(cls)))
+    source = DECORATOR.sub("", f"{forward_source(cls)}\n{class_source(cls)}")
+    return _alibi(module) is not True and bool(ROTARY.search(source))
 
 
 def _alibi(module: nn.Module) -> bool | None:
@@ -271,25 +277,24 @@ def _rotary_module(model: Any, site: Site, norms: StreamNorms) -> tuple[nn.Modul
     """The module that makes a layer's cos and sin, and for which type of layer, by what the layer is given."""
     seen = norms.positions.get(site.name)
     if seen is None:
-        raise _unknown(site, norms.reason or "it is given no position_embeddings, cos and sin, while the model runs")
-    given = list(_tensors(seen))
+        unseen = norms.reason if site.name not in norms.known else "its forward is given no position_embeddings"
+        raise _unknown(site, unseen)
+    given = list(_tensors(seen))  # cos and sin (..., T, width), or one complex table
     length = given[0].shape[-2]
     like = torch.zeros(1, length, 1, dtype=given[0].real.dtype if given[0].is_complex() else given[0].dtype)
     like = like.to(given[0].device)
     positions = torch.arange(length, device=like.device)[None]
     parts = site.name.split(".")
-    for depth in range(len(parts), -1, -1):
-        owner: Any = model.get_submodule(".".join(parts[:depth]))
-        rotary = getattr(owner, ROTARY_NAME, None)
+    owners: list[Any] = [model.get_submodule(".".join(parts[:depth])) for depth in range(len(parts), -1, -1)]
+    for rotary in (getattr(owner, ROTARY_NAME, None) for owner in owners):
         if not isinstance(rotary, nn.Module):
             continue
-        for layer_type in (None, *getattr(rotary, "layer_types", ())):
+        for layer_type, first in itertools.product((None, *getattr(rotary, "layer_types", ())), FIRST_POSITIONS):
             try:
-                tables = list(_tensors(_rotate(copy.deepcopy(rotary), like, positions, layer_type)))
+                tables = list(_tensors(_rotate(copy.deepcopy(rotary), like, positions + first, layer_type)))
             except (TypeError, AttributeError, RuntimeError, ValueError, KeyError):
                 continue
-            pairs = zip(tables, given, strict=False)
-            if len(tables) == len(given) and all(_same_rows(ours, theirs) for ours, theirs in pairs):
+            if len(tables) == len(given) and all(map(_same_rows, tables, given)):
                 return rotary, layer_type
     raise _unknown(site, f"no module {ROTARY_NAME} of the model gives the cos and sin that the layer is given")
 

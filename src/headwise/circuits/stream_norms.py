@@ -25,12 +25,13 @@ from ..models.intervene.head_outputs import run
 from ..models.structure.projections import find_projections
 from ..models.structure.sites import Site, attention_sites, first_per_module
 from ..models.surgery.dummy_inputs import dummy_inputs, first_line
-from ..models.text_inputs import has_config
+from ..models.text_inputs import has_config, vocabulary_size
+from .norms import is_norm
 
 ROLES = "qkv"
 TOKENS = 9
 LISTS = (nn.ModuleList, nn.Sequential)  # of layers
-OTHER_NORMS = ("batch", "group", "instance")  # in the names of norms over other axes
+POST_NORM = 0.01  # how much nearer the stream is to a norm's output than to its input, if it is that output
 PROPORTIONAL = 1e-3  # between directions: a scale on the last hidden states, as T5's, does not matter
 
 
@@ -43,7 +44,7 @@ class StreamNorms:
     after: dict[str, str] = field(default_factory=dict)  # attention module -> the norm of W_O's output
     final: str | None = None  # the norm before the unembedding
     final_known: bool = False
-    positions: dict[str, Any] = field(default_factory=dict)  # attention module -> the position_embeddings it was given
+    positions: dict[str, Any] = field(default_factory=dict)  # attention module -> the position_embeddings it is given
     reason: str = ""  # why the other attention modules are not known
 
 
@@ -106,7 +107,7 @@ def _observe(model: Any, sites: list[Site], norms: StreamNorms) -> None:
         return
     norms.known |= observer.called
     norms.final_known = norms.final_known or observer.unembedding_called
-    norms.reason = "its projections were not called while the model ran"
+    norms.reason = "the layer's projections were not called while the model ran"
 
 
 def check_unhooked(model: nn.Module) -> None:
@@ -116,16 +117,31 @@ def check_unhooked(model: nn.Module) -> None:
 
 
 def _inputs(model: Any) -> dict[str, Tensor] | None:
+    """Random tokens, pixels or, for Whisper, sound; None where they are not known."""
     if any(parameter.is_meta for parameter in model.parameters()):
         return None
+    config, random = getattr(model, "config", None), torch.Generator().manual_seed(0)
     inputs = dummy_inputs(model)
-    if inputs is None and has_config(model) and getattr(model, "main_input_name", None) == "input_ids":
-        vocabulary = getattr(model.config.get_text_config(), "vocab_size", None)
-        if isinstance(vocabulary, int):
-            random = torch.Generator().manual_seed(0)
-            ids = torch.randint(min(5, vocabulary - 1), vocabulary, (2, TOKENS), generator=random)
-            return {"input_ids": ids.to(model.device)}
-    return inputs
+    if inputs is not None or not has_config(model):
+        if inputs is not None and "input_ids" in inputs and (size := _embedded_tokens(model)):
+            inputs["input_ids"] = inputs["input_ids"].remainder(size)  # a config may count tokens of images too
+        return inputs
+    size = _embedded_tokens(model)
+    bins, length = getattr(config, "num_mel_bins", None), getattr(config, "max_source_positions", None)
+    ids = torch.randint(0, size or 1, (1, TOKENS), generator=random).to(model.device)
+    if model.main_input_name == "input_ids" and size:
+        return {"input_ids": ids}
+    if model.main_input_name == "input_features" and isinstance(bins, int) and isinstance(length, int):
+        sound = torch.randn(1, bins, 2 * length, generator=random).to(model.device, model.dtype)
+        return {"input_features": sound, "decoder_input_ids": ids}
+    return None
+
+
+def _embedded_tokens(model: Any) -> int | None:
+    try:
+        return vocabulary_size(model)
+    except (NotImplementedError, AttributeError):  # a model of images or sound
+        return None
 
 
 @contextmanager
@@ -148,7 +164,8 @@ class _Observer:
         self.called: set[str] = set()
         self.unembedding_called = False
         self._normed: dict[str, Tensor] = {}  # norm -> its newest output
-        self._written: dict[str, Tensor] = {}  # attention module -> its newest output of W_O
+        self._inputs: dict[str, Tensor] = {}  # norm -> its newest input
+        self._written: dict[str, Tensor] = {}  # attention module -> its output of W_O, until a norm was called
 
     @contextmanager
     def hooks(self) -> Iterator[None]:
@@ -162,7 +179,7 @@ class _Observer:
 
     def _register(self) -> Iterator[Any]:
         for path, module in self.model.named_modules():
-            if _is_norm(module):
+            if is_norm(module):
                 yield module.register_forward_hook(self._after_norm(path))
         blocks = {_block(self.model, site) for site in self.sites} - {""}
         for block in blocks:
@@ -188,9 +205,23 @@ class _Observer:
             for site, written in self._written.items():
                 if site not in self.norms.after and _equal(args[0], written):
                     self.norms.after[site] = path
-            self._normed[path] = output
+                self._check_stream(site, args[0], written)
+            self._written = {}
+            self._normed[path], self._inputs[path] = output, args[0]
 
         return hook
+
+    def _check_stream(self, site: str, x: Tensor, written: Tensor) -> None:
+        """Forget a norm before a layer whose output is the stream: what the layer wrote was added to it (post-norm)."""
+        norm = self.norms.before.get((site, "q"))
+        if norm not in self._normed or x.shape != written.shape or x.shape != self._normed[norm].shape:
+            return
+        stream = x - written
+        far, near = (float((stream - y).norm()) for y in (self._inputs[norm], self._normed[norm]))
+        if near < POST_NORM * far:
+            for role in ROLES:
+                if self.norms.before.get((site, role)) == norm:
+                    del self.norms.before[site, role]
 
     def _before_block(self, block: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -238,11 +269,6 @@ def unembedding_module(model: Any) -> nn.Module | None:
         return None
     module = model.get_output_embeddings()
     return module if isinstance(module, nn.Module) else None
-
-
-def _is_norm(module: nn.Module) -> bool:
-    name = type(module).__name__.lower()
-    return "norm" in name and not any(module.children()) and not any(other in name for other in OTHER_NORMS)
 
 
 def _block(model: nn.Module, site: Site) -> str:
