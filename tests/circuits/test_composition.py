@@ -238,13 +238,16 @@ def test_a_model_without_attention_or_with_unknown_matrices_is_refused() -> None
         headwise.composition(prunable_models.build("deepseek_v3"))
 
 
-def test_smollm2_composes_by_keys_more_than_random_heads() -> None:
-    """The baseline is near the typical pair, and some pairs are far above it."""
+def test_the_induction_heads_of_smollm2_read_their_keys_from_its_previous_token_head() -> None:
+    """The baseline is near the typical pair, and the pairs of the induction circuit are far above it."""
     model = transformers.AutoModelForCausalLM.from_pretrained(smollm2())
     result = headwise.composition(model)
     assert len(result.heads) == 270 and np.isfinite(result.scores["key"]).sum() == 9 * 9 * 30 * 29 / 2
     for component in COMPONENTS:
         assert abs(np.nanmedian(result.scores[component])) < 0.5 * result.baseline[0]
+    # docs/atlas.md: 16.0 attends to the token before, 17.3, 17.4, 18.6 and 18.7 are the strongest induction heads
+    strongest = {(pair.earlier[1:], pair.later[1:]) for pair in result.strongest(10, "key")}
+    assert {((16, 0), later) for later in ((17, 3), (17, 4), (18, 6), (18, 7))} <= strongest
     best = result.strongest(1, "key")[0]
     assert best.score > 2 * result.baseline[0]
     score = dense_scores(model, result, result.heads.index(best.earlier), result.heads.index(best.later))["key"]

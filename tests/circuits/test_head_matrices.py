@@ -251,21 +251,22 @@ def set_product(model: Any, wanted: Tensor, layer: int = 1, head: int = 4) -> No
 
 
 @pytest.mark.parametrize(
-    ("wanted", "score"),
+    ("wanted", "score", "largest"),
     [
-        (torch.diag(torch.tensor([1.0, 2.0, 3.0, 0.5])), 1.0),
-        (-torch.diag(torch.tensor([1.0, 2.0, 3.0, 0.5])), -1.0),
-        (torch.diag(torch.tensor([3.0, -1.0, 0.0, 0.0])), 0.5),
-        (torch.block_diag(torch.tensor([[0.0, -2.0], [2.0, 0.0]]), torch.zeros(2, 2)), 0.0),  # 2i and -2i
+        (torch.diag(torch.tensor([1.0, 2.0, 4.5, 1.5])), 1.0, 0.5),
+        (-torch.diag(torch.tensor([1.0, 2.0, 4.5, 1.5])), -1.0, 0.5),
+        (torch.diag(torch.tensor([3.0, -1.0, 0.0, 0.0])), 0.5, 0.75),
+        (torch.block_diag(torch.tensor([[0.0, -2.0], [2.0, 0.0]]), torch.zeros(2, 2)), 0.0, 0.5),  # 2i and -2i
     ],
     ids=["copying", "anti-copying", "mixed", "complex"],
 )
-def test_the_copying_score_of_a_head_with_chosen_eigenvalues(wanted: Tensor, score: float) -> None:
+def test_the_copying_score_of_a_head_with_chosen_eigenvalues(wanted: Tensor, score: float, largest: float) -> None:
     model = small_llama()
     set_product(model, wanted.double())
     result = headwise.head_matrices(model, 1, 4).copying
     # eigenvalues of a defective 0 move by the root of the rounding
     assert result.score == pytest.approx(score, abs=1e-6)
+    assert result.largest == pytest.approx(largest, abs=1e-6)
     assert result.interval[0] < result.baseline < result.interval[1]
 
 
@@ -576,16 +577,18 @@ def test_the_repr_says_what_is_in_the_factors() -> None:
     assert "queries and keys are normalised" in text and "input_layernorm" in text
 
 
-def test_a_head_of_smollm2_has_matrices_a_copying_score_and_tokens() -> None:
+def test_a_copying_head_of_smollm2_raises_the_days_beside_the_day_it_reads() -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(smollm2())
     tokenizer = transformers.AutoTokenizer.from_pretrained(smollm2())
-    head = headwise.head_matrices(model, 28, 6, distance=1, tokenizer=tokenizer)
-    block = model.model.layers[28]
-    value = block.self_attn.v_proj.weight[128:192] * block.input_layernorm.weight
-    assert head.ov.norm == pytest.approx(float((block.self_attn.o_proj.weight[:, 384:448] @ value).norm()), rel=1e-4)
-    assert -1 <= head.copying.interval[0] < head.copying.interval[1] <= 1
-    effect = head.token_effect(" Monday", 3)
-    assert effect.raised[0].score > 0 > effect.lowered[0].score and effect.raised[0].input == " Monday"
+    head = headwise.head_matrices(model, 27, 3, distance=1, tokenizer=tokenizer)
+    block = model.model.layers[27]
+    value = block.self_attn.v_proj.weight[64:128] * block.input_layernorm.weight
+    norm = float((block.self_attn.o_proj.weight[:, 192:256] @ value).detach().norm())
+    assert head.ov.norm == pytest.approx(norm, rel=1e-4)
+    assert head.copying.score > 0.9 > head.copying.interval[1] > 0 > head.copying.interval[0]
+    effect = head.token_effect(" Monday", 4)
+    assert {pair.output for pair in effect.raised} == {" Monday", " Tuesday", " Wednesday", " Thursday"}
+    assert effect.raised[0].score > 0 > effect.lowered[0].score
 
 
 def test_a_watched_model_is_not_run() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -48,6 +49,7 @@ class Vocabulary:
         rows = self.unembedding[tokens].detach().to(self.dtype)
         return rows if self.norm is None else self.norm.before(rows)
 
+    @cached_property
     def product(self) -> Tensor:
         """W_E^T W_U, (d, d): all that the eigenvalues of a head's full OV circuit need of the vocabulary."""
         width = self.embedding.shape[1]

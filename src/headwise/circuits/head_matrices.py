@@ -57,8 +57,9 @@ class HeadMatrices:
     def top_tokens(self, k: int = 10) -> tuple[TokenPair, ...]:
         """The k pairs of an input and an output token with the largest entries of W_U W_O^h W_V^h W_E.
 
-        Each embedding has the scale that the norm before the layer would give it, where that norm is folded in. Scores
-        are computed in blocks of 4 million; no matrix over all pairs of tokens exists.
+        Each embedding has the scale that the norm before the layer would give it, where that norm is folded in;
+        positions, norms of embeddings and biases are left out. Scores are computed in blocks of 4 million; no matrix
+        over all pairs of tokens exists.
 
         Args:
             k: how many pairs.

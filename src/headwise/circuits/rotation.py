@@ -75,8 +75,9 @@ def head_maps(model: nn.Module, weights: LayerWeights, norms: StreamNorms, dista
         query, key = _registry_maps(model, weights, norms, distance)
     else:
         raise _unknown(site, "its attention function is not in transformers' registry")
+    count = f"{abs(distance)} token{'' if abs(distance) == 1 else 's'}"
     side = "after" if distance >= 0 else "before"
-    return HeadMaps(query, key, f"for a query {abs(distance)} tokens {side} its key", notes)
+    return HeadMaps(query, key, f"for a query {count} {side} its key", notes)
 
 
 def _has_rotary(site: Site, norms: StreamNorms) -> bool:

@@ -207,6 +207,7 @@ class _Observer:
                     self.norms.after[site] = path
                 self._check_stream(site, args[0], written)
             self._written = {}
+            self._normed.pop(path, None)  # the newest is the last
             self._normed[path], self._inputs[path] = output, args[0]
 
         return hook

@@ -26,18 +26,21 @@ Token = int | str
 class Copying:
     """How far an OV circuit raises the tokens that it reads: from -1, lowers all, to 1, raises all.
 
-    The mean over random heads is near 0, as a head and its negative are equally likely; how far they scatter is the
-    model's embeddings' doing. A score inside of the interval says nothing about the head.
+    The mean over random heads is near 0, as a head and its negative are equally likely; how far they scatter depends
+    on the model's embeddings. A score inside of the interval says nothing about the head. One large eigenvalue, of a
+    direction that all tokens share, is enough for a score near 1 or -1; `largest` is its share.
     """
 
     score: float  # NaN for a head that writes nothing
+    largest: float  # the size of the largest eigenvalue, as a share of the sum of all sizes
     baseline: float  # mean over random heads
     interval: tuple[float, float]  # 95 % of them
     draws: int
 
     def __str__(self) -> str:
         low, high = self.interval
-        return f"{self.score:+.3f} (random heads {self.baseline:+.3f}, 95 % from {low:+.3f} to {high:+.3f})"
+        random = f"random heads {self.baseline:+.3f}, 95 % from {low:+.3f} to {high:+.3f}"
+        return f"{self.score:+.3f} ({random}; largest eigenvalue {self.largest:.0%} of the sum)"
 
 
 @dataclass(frozen=True)
@@ -62,16 +65,22 @@ def copying(ov: LowRank, norm: Norm | None, vocabulary: Vocabulary) -> Copying:
 
     norm: the one before the layer, which is in `ov` and through which random heads read the stream too.
     """
-    product = vocabulary.product()  # (d, d)
+    product = vocabulary.product  # (d, d)
     random = torch.Generator().manual_seed(SEED)
-    scores = [_copying_score(_random_head(ov, norm, random), product) for _ in range(DRAWS)]
+    scores = [_copying_score(_circuit_eigenvalues(_random_head(ov, norm, random), product)) for _ in range(DRAWS)]
     low, high = interval(np.array(scores))
-    return Copying(_copying_score(ov, product), float(np.mean(scores)), (float(low), float(high)), DRAWS)
+    eigenvalues = _circuit_eigenvalues(ov, product)
+    largest = float(eigenvalues.abs().max() / eigenvalues.abs().sum())
+    return Copying(_copying_score(eigenvalues), largest, float(np.mean(scores)), (float(low), float(high)), DRAWS)
 
 
-def _copying_score(ov: LowRank, product: Tensor) -> float:
-    """Sum of the eigenvalues of W_U OV W_E^T, divided by the sum of their sizes."""
-    eigenvalues = LowRank(product @ ov.left, ov.right).eigenvalues
+def _circuit_eigenvalues(ov: LowRank, product: Tensor) -> Tensor:
+    """(d_v,): the nonzero eigenvalues of W_U OV W_E^T."""
+    return LowRank(product @ ov.left, ov.right).eigenvalues
+
+
+def _copying_score(eigenvalues: Tensor) -> float:
+    """The sum of eigenvalues, divided by the sum of their sizes."""
     size = float(eigenvalues.abs().sum())
     return float(eigenvalues.real.sum()) / size if size else float("nan")
 
