@@ -30,6 +30,7 @@ ROTARY = (
     "llama", "llama-yarn", "llama-dynamic", "llama-llama3", "phi", "phi3", "gpt_neox", "cohere", "modernbert", "qwen3",
     "gemma2", "gemma3_text", "olmo3", "llama4_text", "hunyuan_v1_dense",
 )  # fmt: skip
+WITHOUT_ROTATION = ("gpt2", "gpt_bigcode", "bert", "distilbert")
 NORMALISED = ("qwen3", "gemma3_text", "olmo3", "llama4_text", "hunyuan_v1_dense")  # the last: after its rotation
 SCALED: dict[str, dict[str, Any]] = {
     "llama-yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
@@ -111,7 +112,7 @@ def site_of(model: Any, layer: int = LAYER) -> Any:
 
 
 @pytest.mark.parametrize("distance", [DISTANCE, 0, -2])
-@pytest.mark.parametrize("name", ROTARY)
+@pytest.mark.parametrize("name", [*ROTARY, *WITHOUT_ROTATION])
 def test_qk_at_a_distance_is_the_product_of_the_models_own_queries_and_keys(name: str, distance: int) -> None:
     model = build(name)
     site = site_of(model)
@@ -119,7 +120,7 @@ def test_qk_at_a_distance_is_the_product_of_the_models_own_queries_and_keys(name
     calls, inputs = run(model, site, {"projection": part})
     x = inputs["projection"].reshape(-1, inputs["projection"].shape[-1])
     head = headwise.head_matrices(model, LAYER, HEAD, distance=distance, fold_norm=False)
-    assert f"{abs(distance)} tokens" in head.rotation
+    assert (f"{abs(distance)} tokens" in head.rotation) == (name in ROTARY)
     query_at, key_at = (TOKENS - 1, TOKENS - 1 - distance) if distance >= 0 else (0, -distance)
     q, k = calls.query[0, HEAD, query_at], calls.key[0, head.kv_head, key_at]
     ours_q = projected(head.qk.left.T, x[query_at], head.biases.get("query"))
@@ -144,7 +145,7 @@ def test_qk_at_a_distance_differs_from_qk_without_rotation(name: str) -> None:
 
 WRITING = (
     "gpt2", "gpt_bigcode", "bert", "opt", "deberta", "llama", "gpt_neox", "falcon-grouped", "codegen", "gemma2",
-    "bloom",
+    "bloom", "mpt", "phi3", "modernbert", "gpt_neo", "gptj", "albert", "distilbert", "mpnet", "cohere",
 )  # fmt: skip
 
 

@@ -291,10 +291,10 @@ def _products(writers: Sequence[Reader], readers: Sequence[Reader], width: int) 
     total = sizes[0].new_zeros(len(sizes[0]), len(sizes[1]))
     for start in range(0, width, step):
         stop = min(start + step, width)
-        sent = torch.cat([_gram_rows(writer, start, stop) for writer in writers])  # (heads, rows, d - start)
-        sent[:, :, stop - start :] *= 2  # for the half that is left out
-        read = torch.cat([_gram_rows(reader, start, stop) for reader in readers])
-        total.addmm_(sent.flatten(1), read.flatten(1).T)
+        writer_rows = torch.cat([_gram_rows(writer, start, stop) for writer in writers])  # (heads, rows, d - start)
+        writer_rows[:, :, stop - start :] *= 2  # for the half that is left out
+        reader_rows = torch.cat([_gram_rows(reader, start, stop) for reader in readers])
+        total.addmm_(writer_rows.flatten(1), reader_rows.flatten(1).T)
     ratios = total.double() / (sizes[0].double()[:, None] * sizes[1].double()[None])
     return ratios.clamp(min=0).cpu().numpy()
 

@@ -21,7 +21,7 @@ from .norms import is_norm
 ROLES = {"q": "W_Q", "k": "W_K", "v": "W_V"}
 # Linear layers with rows per query head that make no queries: of positions, of other kinds of tokens.
 NOT_QUERIES = re.compile(r"^(pos_|linear_pos|w2e_|e2w_|e2e_)|_global$")
-HEAD_NORM = re.compile(r"(^|_)(q|k|query|key|qk)(_|$)|norm_(q|k)$")  # in the name of a norm of queries or keys
+OF_HEADS = {"q", "k", "qk", "query", "key"}  # words in the name of a norm of queries or keys
 AFTER_W_O = "LayerNorm"  # ALBERT's attention module has the norm of the residual stream in it
 
 
@@ -96,10 +96,11 @@ def _check(layer: Projections) -> None:
     for name, child in module.named_modules():
         if is_norm(child) and not _is_head_norm(name) and name != AFTER_W_O:
             raise _unknown(site, f"its {name} changes more than queries and keys")
+    norms = tuple(f"{name}." for name in _head_norms(site))
     accounted = {parameter for part in layer.parts for parameter in part.linear.parameters()}
     accounted |= set(layer.out.parameters())
     for name, parameter in module.named_parameters():
-        is_known = name in layer.per_head or name.startswith(SAME_FOR_ALL_HEADS) or _is_head_norm(name)
+        is_known = name in layer.per_head or name.startswith((*SAME_FOR_ALL_HEADS, *norms))
         if parameter not in accounted and not is_known:
             raise _unknown(site, f"what its {name} does to the heads is not known")
 
@@ -151,7 +152,7 @@ def _matrix(layer: Projections, role: str) -> tuple[Tensor, Tensor | None, Layou
 
 
 def _is_head_norm(path: str) -> bool:
-    return any(HEAD_NORM.search(part) for part in path.split("."))
+    return bool(OF_HEADS & set(re.split(r"[._]", path)))
 
 
 def _head_norms(site: Site) -> tuple[str, ...]:

@@ -82,7 +82,7 @@ def _norms(
     site = weights.site
     if fold_norm is False:
         return {}, None, "none folded, as asked; the factors read what the layer's norm gives, if it has one"
-    if site.name not in norms.known:
+    if site.name not in norms.known_modules:
         if fold_norm:
             raise UnsupportedError(f"the norms around {site} are not known: {norms.reason}; give fold_norm=False")
         return {}, None, f"none folded: which norm is before the layer is not known ({norms.reason})"

@@ -146,22 +146,20 @@ def _head_norm(weights: LayerWeights, role: str) -> Norm | None:
     path = f"{site.name}.{names[0]}".lstrip(".")
     child = module.get_submodule(names[0])
     sizes = {parameter.numel() for parameter in child.parameters()}
-    whole = heads * width in sizes and heads > 1
+    spans_heads = heads * width in sizes and heads > 1
     if any(parameter.dim() > 1 for parameter in child.parameters()):
         raise _unknown(site, f"its {names[0]} has weights of its own for each head", "QK")
-    norm = read_norm(child, path, heads * width if whole else width, rows.dtype)
+    norm = read_norm(child, path, heads * width if spans_heads else width, rows.dtype)
     if norm.beta is not None and bool(norm.beta.any()):
         raise _unknown(site, f"its {names[0]} adds a constant after its scale, so that QK is no matrix", "QK")
-    if whole and norm.centred:
+    if spans_heads and norm.centred:
         raise _unknown(site, f"its {names[0]} takes the mean over all heads off", "QK")
     return norm
 
 
 def _is_of(name: str, role: str) -> bool:
     """Whether a norm is of queries or of keys, by its name; one for both is called qk."""
-    last = name.split(".")[0] if name.split(".")[-1].isdigit() else name.split(".")[-1]
-    parts = re.split(r"_", last)
-    return role[0] in parts or role in parts or "qk" in parts or "qk" in last
+    return bool({role, role[0], "qk"} & set(re.split(r"[._]", name)))
 
 
 def _own_maps(module: MultiHeadAttention, weights: LayerWeights, distance: int) -> tuple[Tensor, Tensor]:
@@ -208,15 +206,16 @@ def _registry_maps(model: nn.Module, weights: LayerWeights, norms: StreamNorms, 
     dtype = weights.query.dtype
     like = torch.zeros(1, 2, weights.query.shape[2], dtype=dtype, device=weights.query.device)
     embeddings = _rotate(copy.deepcopy(rotary), like, positions, layer_type)  # some rotary modules remember lengths
-    once, twice = (_run_layer(model, weights, embeddings, length) for length in (LENGTH, 2 * LENGTH))
+    images, doubled_images = (_run_layer(model, weights, embeddings, length) for length in (LENGTH, 2 * LENGTH))
     maps = []
-    for role, token, image, longer in zip(("query", "key"), (0, 1), once, twice, strict=True):
-        columns = image[:, :, token].permute(1, 2, 0)  # (heads, d_k, d_k): column i is the image of e_i
-        maps.append(_scaled(weights, role, columns, longer[:, :, token].permute(1, 2, 0)))
+    for token, role in enumerate(("query", "key")):
+        # (heads, d_k, d_k): column i is the image of e_i
+        columns, doubled = (x[token][:, :, token].permute(1, 2, 0) for x in (images, doubled_images))
+        maps.append(_linear_map(weights, role, columns, doubled))
     return maps[0], maps[1]
 
 
-def _scaled(weights: LayerWeights, role: str, columns: Tensor, doubled: Tensor) -> Tensor:
+def _linear_map(weights: LayerWeights, role: str, columns: Tensor, doubled: Tensor) -> Tensor:
     """The map from its images of basis vectors of two lengths: linear, or a norm, whose scale is left out."""
     size = columns.abs().max().clamp(min=1e-30)
     if float((doubled - 2 * columns).abs().max() / size) <= LINEAR:
@@ -276,14 +275,14 @@ def _arguments(module: nn.Module, hidden: Tensor, embeddings: Any) -> dict[str, 
 
 def _rotary_module(model: Any, site: Site, norms: StreamNorms) -> tuple[nn.Module, str | None]:
     """The module that makes a layer's cos and sin, and for which type of layer, by what the layer is given."""
-    seen = norms.positions.get(site.name)
-    if seen is None:
-        unseen = norms.reason if site.name not in norms.known else "its forward is given no position_embeddings"
+    embeddings = norms.positions.get(site.name)
+    if embeddings is None:
+        unseen = norms.reason if site.name not in norms.known_modules else "its forward is given no position_embeddings"
         raise _unknown(site, unseen)
-    given = list(_tensors(seen))  # cos and sin (..., T, width), or one complex table
-    length = given[0].shape[-2]
-    like = torch.zeros(1, length, 1, dtype=given[0].real.dtype if given[0].is_complex() else given[0].dtype)
-    like = like.to(given[0].device)
+    expected = list(_tensors(embeddings))  # cos and sin (..., T, width), or one complex table
+    length = expected[0].shape[-2]
+    like = torch.zeros(1, length, 1, dtype=expected[0].real.dtype if expected[0].is_complex() else expected[0].dtype)
+    like = like.to(expected[0].device)
     positions = torch.arange(length, device=like.device)[None]
     parts = site.name.split(".")
     owners: list[Any] = [model.get_submodule(".".join(parts[:depth])) for depth in range(len(parts), -1, -1)]
@@ -295,7 +294,7 @@ def _rotary_module(model: Any, site: Site, norms: StreamNorms) -> tuple[nn.Modul
                 tables = list(_tensors(_rotate(copy.deepcopy(rotary), like, positions + first, layer_type)))
             except (TypeError, AttributeError, RuntimeError, ValueError, KeyError):
                 continue
-            if len(tables) == len(given) and all(map(_same_rows, tables, given)):
+            if len(tables) == len(expected) and all(map(_same_rows, tables, expected)):
                 return rotary, layer_type
     raise _unknown(site, f"no module {ROTARY_NAME} of the model gives the cos and sin that the layer is given")
 
@@ -313,12 +312,12 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(x)
 
 
-def _same_rows(table: Tensor, given: Tensor) -> bool:
+def _same_rows(table: Tensor, expected: Tensor) -> bool:
     """Whether two tables (..., T, width) are the same for each sequence of the batch."""
-    if table.shape[-2:] != given.shape[-2:]:
+    if table.shape[-2:] != expected.shape[-2:]:
         return False
-    table, given = table.reshape(-1, *table.shape[-2:])[:1], given.reshape(-1, *given.shape[-2:])
-    return bool(torch.equal(table.expand_as(given), given))
+    table, expected = table.reshape(-1, *table.shape[-2:])[:1], expected.reshape(-1, *expected.shape[-2:])
+    return bool(torch.equal(table.expand_as(expected), expected))
 
 
 def _unknown(site: Site, reason: str, subject: str = ROTATION) -> UnsupportedError:

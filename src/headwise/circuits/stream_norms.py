@@ -39,7 +39,7 @@ PROPORTIONAL = 1e-3  # between directions: a scale on the last hidden states, as
 class StreamNorms:
     """Paths of norms, by the module that reads or gives what they normalise."""
 
-    known: set[str] = field(default_factory=set)  # paths of attention modules about which the rest is complete
+    known_modules: set[str] = field(default_factory=set)  # paths of attention modules about which the rest is complete
     before: dict[tuple[str, str], str] = field(default_factory=dict)  # (attention module, "q", "k" or "v") -> norm
     after: dict[str, str] = field(default_factory=dict)  # attention module -> the norm of W_O's output
     final: str | None = None  # the norm before the unembedding
@@ -64,7 +64,7 @@ def stream_norms(model: nn.Module) -> StreamNorms:
         stack = "" if isinstance(model, Decoder) else "decoder."
         norms.final_known, has_norm = True, model.get_submodule(stack.rstrip(".")).norm is not None
         norms.final = f"{stack}norm" if has_norm else None
-    if any(site.name not in norms.known for site in sites):
+    if any(site.name not in norms.known_modules for site in sites):
         _observe(model, sites, norms)
     _observed[model] = structure, norms
     return norms
@@ -81,11 +81,11 @@ def _read_known_block(model: nn.Module, site: Site, norms: StreamNorms) -> None:
         reads_memory = own_name == "multihead_attn"
         is_pre_norm, norm = block.norm_first, "norm2" if reads_memory else "norm1"
     elif site.source == "module" and not site.name:  # the model is one attention module
-        norms.known.add(site.name)
+        norms.known_modules.add(site.name)
         return
     else:
         return
-    norms.known.add(site.name)
+    norms.known_modules.add(site.name)
     for role in ROLES[:1] if reads_memory else ROLES:
         if is_pre_norm:
             norms.before[site.name, role] = f"{site.parent}.{norm}"
@@ -98,14 +98,14 @@ def _observe(model: Any, sites: list[Site], norms: StreamNorms) -> None:
     if inputs is None:
         norms.reason = f"inputs for {type(model).__name__} are not known, so that it cannot be seen running"
         return
-    observer = _Observer(model, [site for site in sites if site.name not in norms.known], norms)
+    observer = _Observer(model, [site for site in sites if site.name not in norms.known_modules], norms)
     try:
         with _evaluating(model), observer.hooks(), torch.no_grad():
             run(model, inputs)
     except Exception as error:  # a model's code fails in any way on inputs that it does not expect
         norms.reason = f"{type(model).__name__} does not run on random tokens ({first_line(error)[:120]})"
         return
-    norms.known |= observer.called
+    norms.known_modules |= observer.called_modules
     norms.final_known = norms.final_known or observer.unembedding_called
     norms.reason = "the layer's projections were not called while the model ran"
 
@@ -161,11 +161,11 @@ class _Observer:
 
     def __init__(self, model: nn.Module, sites: list[Site], norms: StreamNorms) -> None:
         self.model, self.sites, self.norms = model, sites, norms
-        self.called: set[str] = set()
+        self.called_modules: set[str] = set()
         self.unembedding_called = False
-        self._normed: dict[str, Tensor] = {}  # norm -> its newest output
+        self._outputs: dict[str, Tensor] = {}  # norm -> its newest output
         self._inputs: dict[str, Tensor] = {}  # norm -> its newest input
-        self._written: dict[str, Tensor] = {}  # attention module -> its output of W_O, until a norm was called
+        self._head_outputs: dict[str, Tensor] = {}  # attention module -> its output of W_O, until a norm was called
 
     @contextmanager
     def hooks(self) -> Iterator[None]:
@@ -202,32 +202,32 @@ class _Observer:
         def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             if not args or not isinstance(output, Tensor):
                 return
-            for site, written in self._written.items():
-                if site not in self.norms.after and _equal(args[0], written):
+            for site, head_output in self._head_outputs.items():
+                if site not in self.norms.after and _equal(args[0], head_output):
                     self.norms.after[site] = path
-                self._check_stream(site, args[0], written)
-            self._written = {}
-            self._normed.pop(path, None)  # the newest is the last
-            self._normed[path], self._inputs[path] = output, args[0]
+                self._check_stream(site, args[0], head_output)
+            self._head_outputs = {}
+            self._outputs.pop(path, None)  # the newest is the last
+            self._outputs[path], self._inputs[path] = output, args[0]
 
         return hook
 
-    def _check_stream(self, site: str, x: Tensor, written: Tensor) -> None:
+    def _check_stream(self, site: str, x: Tensor, head_output: Tensor) -> None:
         """Forget a norm before a layer whose output is the stream: what the layer wrote was added to it (post-norm)."""
         norm = self.norms.before.get((site, "q"))
-        if norm not in self._normed or x.shape != written.shape or x.shape != self._normed[norm].shape:
+        if norm not in self._outputs or x.shape != head_output.shape or x.shape != self._outputs[norm].shape:
             return
-        stream = x - written
-        far, near = (float((stream - y).norm()) for y in (self._inputs[norm], self._normed[norm]))
-        if near < POST_NORM * far:
+        stream = x - head_output
+        to_input, to_output = (float((stream - y).norm()) for y in (self._inputs[norm], self._outputs[norm]))
+        if to_output < POST_NORM * to_input:
             for role in ROLES:
                 if self.norms.before.get((site, role)) == norm:
                     del self.norms.before[site, role]
 
     def _before_block(self, block: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
-            for path in [path for path in self._normed if path.startswith(f"{block}.")]:
-                del self._normed[path]
+            for path in [path for path in self._outputs if path.startswith(f"{block}.")]:
+                del self._outputs[path]
 
         return hook
 
@@ -242,8 +242,8 @@ class _Observer:
         block = _block(self.model, site)
 
         def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
-            self.called.add(site.name)
-            inside = {path: y for path, y in self._normed.items() if not block or path.startswith(f"{block}.")}
+            self.called_modules.add(site.name)
+            inside = {path: y for path, y in self._outputs.items() if not block or path.startswith(f"{block}.")}
             norm = _source(args[0], inside) if args else None
             for role in roles:
                 if norm is not None:
@@ -253,14 +253,14 @@ class _Observer:
 
     def _after_w_o(self, site: Site) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            self._written = {site.name: output} if isinstance(output, Tensor) else {}
+            self._head_outputs = {site.name: output} if isinstance(output, Tensor) else {}
 
         return hook
 
     def _before_unembedding(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         self.unembedding_called = True
         self.norms.final = next(
-            (path for path in reversed(self._normed) if args and _proportional(args[0], self._normed[path])), None
+            (path for path in reversed(self._outputs) if args and _proportional(args[0], self._outputs[path])), None
         )
 
 
@@ -281,10 +281,10 @@ def _block(model: nn.Module, site: Site) -> str:
     return ""
 
 
-def _source(x: Any, normed: dict[str, Tensor]) -> str | None:
+def _source(x: Any, outputs: dict[str, Tensor]) -> str | None:
     """The norm that gave x: its very tensor, or else, the newest first, the same numbers."""
     tests = (_identical, _equal)  # new norms all give the same numbers
-    return next((path for test in tests for path, y in reversed(normed.items()) if test(x, y)), None)
+    return next((path for test in tests for path, y in reversed(outputs.items()) if test(x, y)), None)
 
 
 def _identical(x: Any, y: Tensor) -> bool:

@@ -98,33 +98,32 @@ def strongest_pairs(ov: LowRank, norm: Norm | None, vocabulary: Vocabulary, coun
     A score is at most the product of two lengths: of what the head reads of the input token, and of what the output
     token reads of the head. Both sides are sorted by length, and pairs that cannot be among the largest are left out.
     """
-    reads = torch.cat([_reads(ov, norm, vocabulary, tokens) for tokens in vocabulary.blocks()])  # (V, d_v)
-    writes = torch.cat([vocabulary.outputs(tokens) @ ov.left for tokens in vocabulary.blocks()])  # (V, d_v)
-    (lengths, inputs), (write_lengths, outputs) = (x.norm(dim=1).sort(descending=True) for x in (reads, writes))
-    writes, total = writes[outputs], len(outputs)
-    scores, places = reads.new_empty(0), inputs.new_empty(0)  # a place: input token * tokens + output token
+    token_values = torch.cat([_token_values(ov, norm, vocabulary, tokens) for tokens in vocabulary.blocks()])
+    readouts = torch.cat([vocabulary.outputs(tokens) @ ov.left for tokens in vocabulary.blocks()])  # (V, d_v), as those
+    (lengths, inputs), (readout_lengths, outputs) = (
+        x.norm(dim=1).sort(descending=True) for x in (token_values, readouts)
+    )
+    readouts, total = readouts[outputs], len(outputs)
+    best, places = token_values.new_empty(0), inputs.new_empty(0)  # a place: input token * tokens + output token
     start = 0
     while start < len(inputs):
         columns = total
-        if len(scores) == count and float(scores[-1]) > 0:
-            shortest = float(scores[-1]) * SLACK / max(float(lengths[start]), torch.finfo(reads.dtype).tiny)
-            columns = int((write_lengths >= shortest).sum())
+        if len(best) == count and float(best[-1]) > 0:
+            shortest = float(best[-1]) * SLACK / max(float(lengths[start]), torch.finfo(best.dtype).tiny)
+            columns = int((readout_lengths >= shortest).sum())
             if not columns:
                 break
         tokens = inputs[start : start + max(1, TILE // columns)]
         start += len(tokens)
-        scored = (reads[tokens] @ writes[:columns].T).flatten()  # rows * columns
-        if len(scores) < count:
-            values, index = scored.topk(min(count, len(scored)))
-        elif float(scored.max()) > float(scores[-1]):
-            index = (scored > scores[-1]).nonzero().flatten()
-            values = scored[index]
+        scores = (token_values[tokens] @ readouts[:columns].T).flatten()  # rows * columns
+        if len(best) < count:
+            index = scores.topk(min(count, len(scores))).indices
         else:
-            continue
+            index = (scores > best[-1]).nonzero().flatten()
         candidates = tokens[index // columns] * total + outputs[index % columns]
-        scores, best = torch.cat((scores, values)).topk(min(count, len(scores) + len(values)))
-        places = torch.cat((places, candidates))[best]
-    pairs = zip(places.tolist(), scores.tolist(), strict=True)
+        best, order = torch.cat((best, scores[index])).topk(min(count, len(best) + len(index)))
+        places = torch.cat((places, candidates))[order]
+    pairs = zip(places.tolist(), best.tolist(), strict=True)
     return [(place // total, place % total, score) for place, score in pairs]
 
 
@@ -132,11 +131,11 @@ def effects_of(ov: LowRank, norm: Norm | None, vocabulary: Vocabulary, token: in
     """(V,): what attending to a token adds to the logit of each token."""
     if not 0 <= token < vocabulary.size:
         raise HeadwiseError(f"token {token} is not in the vocabulary of {vocabulary.size}; ids count from 0")
-    reading = _reads(ov, norm, vocabulary, [token])[0]
-    return torch.cat([vocabulary.outputs(tokens) @ (ov.left @ reading) for tokens in vocabulary.blocks()])
+    value = _token_values(ov, norm, vocabulary, [token])[0]
+    return torch.cat([vocabulary.outputs(tokens) @ (ov.left @ value) for tokens in vocabulary.blocks()])
 
 
-def _reads(ov: LowRank, norm: Norm | None, vocabulary: Vocabulary, tokens: slice | list[int]) -> Tensor:
+def _token_values(ov: LowRank, norm: Norm | None, vocabulary: Vocabulary, tokens: slice | list[int]) -> Tensor:
     """(n, d_v): the values that a head makes of token embeddings, each at the scale that the layer's norm gives it."""
     x = vocabulary.inputs(tokens)
     if norm is not None:
