@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -609,3 +611,61 @@ def test_changing_the_factors_does_not_change_the_model() -> None:
     weight = model.W_O.weight.detach().clone()
     headwise.head_matrices(model, 0, 0).ov.left.zero_()
     assert torch.equal(model.W_O.weight, weight)
+
+
+def test_weights_in_half_precision_are_read_in_float32() -> None:
+    whole = small_llama().bfloat16()
+    exact = copy.deepcopy(whole).float()
+    for distance in (None, 5):
+        ours, theirs = (headwise.head_matrices(model, 1, 4, distance=distance) for model in (whole, exact))
+        assert ours.qk.left.dtype == torch.float32
+        assert torch.equal(ours.ov.dense(), theirs.ov.dense())
+        torch.testing.assert_close(ours.qk.dense(), theirs.qk.dense(), rtol=0, atol=1e-6 * theirs.qk.norm)
+    assert -1 <= headwise.head_matrices(whole, 1, 4).copying.score <= 1
+
+
+class Declared(nn.Module):
+    """Attention with names of its own, for `headwise.adapt`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.n_heads, self.mixed, self.last = 4, nn.Linear(20, 60), nn.Linear(20, 20)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.mixed(x).unflatten(-1, (3, 4, 5)).permute(2, 0, 3, 1, 4)
+        return self.last(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+def test_heads_of_a_declared_class_have_matrices(in_float64: None) -> None:
+    headwise.adapt(Declared, qkv="mixed", output="last", heads="n_heads")
+    module = Declared()
+    head = headwise.head_matrices(module, 0, 2, distance=4)
+    query, key, value = module.mixed.weight.detach().unflatten(0, (3, 4, 5))[:, 2]
+    torch.testing.assert_close(head.qk.dense(), query.T @ key)
+    torch.testing.assert_close(head.ov.dense(), module.last.weight.detach()[:, 10:15] @ value)
+    assert head.rotation == "none: the layer has no rotary positions"
+    assert "is not known" in head.norm
+
+
+def test_heads_of_a_pruned_model_are_those_that_are_left() -> None:
+    model = small_llama()
+    pruned = headwise.prune_heads(model, {1: [0, 1, 3]})  # groups of 3: one query head is left, and two
+    before, after = headwise.head_matrices(model, 1, 4), headwise.head_matrices(pruned, 1, 2)
+    torch.testing.assert_close(after.ov.dense(), before.ov.dense())
+    torch.testing.assert_close(after.qk.dense(), before.qk.dense())
+    scores = headwise.composition(pruned).scores["value"][:6]  # the heads that layer 1 is left with: 2, none, 4, 5
+    assert np.isnan(scores[:, 7]).all() and np.isfinite(scores[:, [6, 8, 9]]).all()
+
+
+def test_parametrized_weights_are_refused_by_name() -> None:
+    model = small_llama()
+    nn.utils.parametrizations.weight_norm(model.model.layers[1].self_attn.k_proj)
+    with pytest.raises(headwise.UnsupportedError, match=r"self_attn\) are not known: .*its weight is parametrized"):
+        headwise.head_matrices(model, 1, 4)
+
+
+def test_a_model_without_weights_in_memory_is_refused() -> None:
+    with torch.device("meta"):
+        model = small_llama()
+    with pytest.raises(headwise.UnsupportedError, match="on the meta device and have no values"):
+        headwise.head_matrices(model, 1, 4)
