@@ -324,7 +324,7 @@ def test_the_strongest_pairs_are_those_of_the_dense_circuit(k: int, monkeypatch:
 def test_what_a_token_raises_and_lowers_is_a_row_of_the_dense_circuit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(embeddings, "BLOCK", 7)
     model = small_llama()
-    row = normalised_circuit(model)[5]
+    row = normalised_circuit(model)[5].detach()
     effect = headwise.head_matrices(model, 1, 4).token_effect(5, 3)
     assert [pair.output for pair in effect.raised] == row.topk(3).indices.tolist()
     assert [pair.output for pair in effect.lowered] == row.topk(3, largest=False).indices.tolist()
