@@ -40,6 +40,7 @@ _LOCATIONS = {
     "atlas": "roles.atlas.build",
     "attend": "attention.functional",
     "card": "card",
+    "circuits": "circuits",
     "explain": "attention.functional",
     "head_stats": "attention.functional",
     "importance": "prune.importance",
@@ -64,12 +65,13 @@ _LOCATIONS = {
     "weights": "attention.functional",
 }
 
-_MODULES = ("card", "prune", "recorder", "reference", "scale")  # public names that are modules themselves
+_MODULES = ("card", "circuits", "prune", "recorder", "reference", "scale")  # public names that are modules themselves
 
 __all__ = ["__version__", *_LOCATIONS]  # strings, all of them
 
 if TYPE_CHECKING:
     from . import card as card
+    from . import circuits as circuits
     from . import prune as prune
     from . import recorder as recorder
     from . import scale as scale

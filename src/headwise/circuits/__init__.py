@@ -12,10 +12,16 @@ from ..lazy import lazy_names
 if TYPE_CHECKING:
     from .effects import Effects as Effects
     from .metric import LogitDifference as LogitDifference
+    from .tasks.prompt_pairs import PromptPairs as PromptPairs
+    from .tasks.prompt_pairs import task as task
+    from .tasks.registry import task_names as task_names
 
 _MODULES = {
     "Effects": "effects",
     "LogitDifference": "metric",
+    "PromptPairs": "tasks.prompt_pairs",
+    "task": "tasks.prompt_pairs",
+    "task_names": "tasks.registry",
 }
 
 __all__ = [*_MODULES]
