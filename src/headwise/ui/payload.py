@@ -100,6 +100,7 @@ def run(
             name: [_row(row) for row in rows_of_pass(pass_, name, kinds)] for name, kinds in overlays.tables.items()
         },
         "about": overlays.about,
+        "signed": overlays.signed,
         "standouts": standouts,
         "roles": role_entries(pass_, overlays),
         "follow": follow,

@@ -36,6 +36,7 @@ import { bytes, floats, numbers, rootError } from "./encoding.js";
  * @property {Record<string, (number | null)[]>} equal statistics of equal attention, per layer
  * @property {Record<string, (Table[number] | null)[]>} scores
  * @property {Record<string, string>} [about] name of a score to its meaning
+ * @property {string[]} [signed] names of the scores whose sign matters
  * @property {Standout[]} standouts
  * @property {Standout[]} [roles]
  * @property {{ head: Head, word: number, to: number } | null} follow
