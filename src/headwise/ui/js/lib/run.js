@@ -45,6 +45,9 @@ import { bytes, floats, numbers, rootError } from "./encoding.js";
  * @property {any[]} steps per layer: q, k and v of some heads
  * @property {any[]} output per layer: what each head adds through W_O
  * @property {any} [effect] what switching heads off changed
+ * @property {any} [circuit] as headwise.Circuit.to_json gives it
+ * @property {string | null} [corrupted] the prompt that a circuit's clean prompt is compared with
+ * @property {any[]} [effects] tables of the strongest heads, beside a circuit
  */
 
 /** Merge pieces to words: weights to the pieces of a word add up, weights from them are averaged.

@@ -1,0 +1,95 @@
+// A circuit as a layered graph: which nodes and edges are drawn, and where; and its curve over sizes.
+
+/**
+ * @typedef {object} CircuitNode
+ * @property {string} id
+ * @property {string} type "embedding", "head", "feed-forward", "output"
+ * @property {number} layer
+ * @property {number} [order] from input to output
+ * @property {string} [kind] of attention, of a head
+ * @property {number} [head]
+ *
+ * @typedef {object} CircuitEdge
+ * @property {string} from
+ * @property {string} to
+ * @property {string} input "query", "key", "value" or "input"
+ * @property {number} score
+ * @property {number | null} [low]
+ * @property {number | null} [high]
+ *
+ * @typedef {[number, number | null, number | null]} Triple a mean, and the ends of its interval
+ * @typedef {{ edges: number, faithfulness: Triple, completeness: Triple, random: Triple }} CurvePoint
+ *
+ * @typedef {object} Circuit as headwise.Circuit.to_json gives it
+ * @property {string} metric
+ * @property {number} clean
+ * @property {number} corrupted
+ * @property {number} prompts
+ * @property {string} method
+ * @property {CircuitNode[]} nodes
+ * @property {CircuitEdge[]} edges strongest first
+ * @property {number} size
+ * @property {CurvePoint[]} curve
+ * @property {string[]} notes
+ *
+ * @typedef {CircuitNode & { x: number, y: number }} PlacedNode x: 0 to 1; y: its row, 0 at the bottom
+ * @typedef {{ nodes: PlacedNode[], edges: CircuitEdge[], rows: string[], columns: number }} Graph rows: their labels
+ */
+
+const BEFORE_ALL = -1; // the order of the embeddings, which have none of their own
+
+/** @param {CircuitNode} node */
+function orderOf(node) {
+  return node.order ?? (node.type === "embedding" ? BEFORE_ALL : node.layer);
+}
+
+/** The strongest edges, and their nodes in rows from input (0) to output.
+ * @param {Circuit} circuit @param {number} count of edges @returns {Graph} */
+export function layoutGraph(circuit, count) {
+  const known = new Map(circuit.nodes.map((node) => [node.id, node]));
+  const edges = circuit.edges.filter(({ from, to }) => known.has(from) && known.has(to)).slice(0, count);
+  const used = new Set(edges.flatMap(({ from, to }) => [from, to]));
+  const shown = circuit.nodes.filter(({ id }) => used.has(id));
+  const orders = [...new Set(shown.map(orderOf))].sort((a, b) => a - b);
+  const heads = Math.max(0, ...circuit.nodes.map(({ head }) => (head ?? -1) + 1));
+  const columns = heads + 1; // feed-forward blocks have the last one
+  /** @param {CircuitNode} node */
+  const column = ({ type, head }) => {
+    if (type === "head") return (head ?? 0) + 0.5;
+    return type === "feed-forward" ? heads + 0.5 : columns / 2;
+  };
+  const nodes = shown.map((node) => ({ ...node, x: column(node) / columns, y: orders.indexOf(orderOf(node)) }));
+  const rows = orders.map((order) => rowLabel(shown.filter((node) => orderOf(node) === order)));
+  return { nodes, edges, rows, columns };
+}
+
+/** @param {CircuitNode[]} nodes of one row */
+function rowLabel(nodes) {
+  const [{ type, layer, kind }] = nodes;
+  if (type !== "head") return ""; // the names of other nodes say it all
+  return `${kind === "self" ? "" : `${kind} `}layer ${layer}`;
+}
+
+/** The name of a node on the graph. @param {CircuitNode} node */
+export function nodeName({ type, layer, head }) {
+  if (type === "head") return `${layer}.${head}`;
+  return type === "feed-forward" ? `FF ${layer}` : type;
+}
+
+/** Where a number of edges is on a logarithmic axis, from 0 to 1. @param {number[]} sizes @param {number} edges */
+export function sizeShare(sizes, edges) {
+  const [low, high] = [Math.min(...sizes), Math.max(...sizes)];
+  return high > low ? Math.log(edges / low) / Math.log(high / low) : 0.5;
+}
+
+/** Lowest and highest of all means and ends of a curve; 0 and 1 are always on it. @param {CurvePoint[]} curve
+ * @returns {[number, number]} */
+export function curveExtent(curve) {
+  const values = curve.flatMap(({ faithfulness, completeness, random }) => [
+    ...(faithfulness ?? []),
+    ...(completeness ?? []),
+    ...(random ?? []),
+  ]);
+  const numbers = values.filter((x) => x !== null);
+  return [Math.min(0, ...numbers), Math.max(1, ...numbers)];
+}
