@@ -159,7 +159,7 @@ def test_is_loopback_recognises_addresses(host: str, is_local: bool) -> None:
         ({"ask": "run", "text": "x", "model": "../minilm"}, 422, "no model of that name"),
         ({"ask": "run", "text": "x", "off": "9.1"}, 422, "no self layer 9"),
         ({"ask": "run", "text": "x", "off": "x"}, 422, "a head is written layer.head"),
-        ({"ask": "read", "text": "x"}, 422, "ask for run or steps"),
+        ({"ask": "read", "text": "x"}, 422, "ask for run, steps or causes"),
         ({"ask": "steps", "text": "x", "head": "77.1"}, 422, "there is no layer 77"),
         ({"ask": ["run"], "text": "x"}, 422, "are texts"),
         (["run"], 422, "a request is an object"),

@@ -86,6 +86,8 @@ export class Run {
     this.fetchedSteps = new Map();
     /** @type {Set<string>} heads whose steps were requested */
     this.requestedSteps = new Set();
+    /** @type {Map<string, any>} causes by the tokens that were asked for; null until the answer arrives */
+    this.causes = new Map();
     /** @type {Set<string>} */
     this.off = new Set(json.off.map((at) => at.join(".")));
   }

@@ -36,7 +36,14 @@ export function extent(...tables) {
  * @returns {{ low: number, high: number, colours: Uint8Array }} */
 export function colourScale(run, stat, palette, theme, ...tables) {
   const [low, high] = extent(...tables);
-  if (!run.json.signed?.includes(stat)) return { low, high, colours: ramp(palette, theme) };
+  if (run.json.signed?.includes(stat)) return signedScale(theme, ...tables);
+  return { low, high, colours: ramp(palette, theme) };
+}
+
+/** The colour scale of numbers whose sign matters: 0 has the neutral colour.
+ * @param {"light" | "dark"} theme @param {Table[]} tables */
+export function signedScale(theme, ...tables) {
+  const [low, high] = extent(...tables);
   const most = Math.max(-low, high);
   return { low: -most, high: most, colours: ramp("diverging", theme) };
 }
