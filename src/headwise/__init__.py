@@ -39,6 +39,7 @@ _LOCATIONS = {
     "adapt": "models.structure.adapters",
     "atlas": "roles.atlas.build",
     "attend": "attention.functional",
+    "attribute": "circuits.attribution",
     "card": "card",
     "circuits": "circuits",
     "explain": "attention.functional",
@@ -94,6 +95,7 @@ if TYPE_CHECKING:
     from .attention.nn.stack import Transformer as Transformer
     from .attention.nn.stack import TransformerBlock as TransformerBlock
     from .attention.stats import HeadStats as HeadStats
+    from .circuits.attribution import attribute as attribute
     from .circuits.effects import Effects as Effects
     from .circuits.metric import LogitDifference as LogitDifference
     from .errors import CacheError as CacheError

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from ..lazy import lazy_names
 
 if TYPE_CHECKING:
+    from .attribution import attribute as attribute
     from .effects import Effects as Effects
     from .metric import LogitDifference as LogitDifference
     from .tasks.prompt_pairs import PromptPairs as PromptPairs
@@ -20,6 +21,7 @@ _MODULES = {
     "Effects": "effects",
     "LogitDifference": "metric",
     "PromptPairs": "tasks.prompt_pairs",
+    "attribute": "attribution",
     "task": "tasks.prompt_pairs",
     "task_names": "tasks.registry",
 }

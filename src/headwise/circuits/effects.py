@@ -163,7 +163,7 @@ class Effects(Mapping[str, np.ndarray]):
         try:
             import pandas
         except ImportError:
-            raise HeadwiseError("to_dataframe needs pandas; pip install pandas") from None
+            raise HeadwiseError("DataFrames need pandas: pip install 'headwise[tables]', or use to_json") from None
         return pandas.DataFrame(list(self.rows()), columns=list(HeadEffect._fields))
 
     def to_json(self) -> dict[str, Any]:

@@ -26,7 +26,7 @@ HOOK_TABLES = (
 )  # fmt: skip
 
 # the public function behind each word for what hooks do
-FUNCTIONS = {"watch": "watch", "mask": "mask_heads", "score": "importance"}
+FUNCTIONS = {"watch": "watch", "mask": "mask_heads", "score": "importance", "attribute": "attribute"}
 
 
 class Hook:

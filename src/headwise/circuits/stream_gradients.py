@@ -1,0 +1,105 @@
+"""Operations between the residual stream and a metric, with gradients of our own: norms and output layers.
+
+A norm is made linear: its scale is held at its actual value. An output layer skips tokens and
+words that the metric does not read, nearly all of them: its gradient would else cost as much as its output.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+TOLERANCE = 256  # units in the last place by which a norm's output may differ from its formula
+
+
+class NormForm(NamedTuple):
+    """A norm's formula: y = gamma * scale * (x - mean of x, where centred) + beta, one scale per token."""
+
+    gamma: Tensor | None  # (d,); None for ones
+    beta: Tensor | None
+    centred: bool
+
+    def slope(self, x: Tensor, y: Tensor) -> Tensor:
+        """dy/dx at the actual scale, elementwise: gamma * scale, (..., d)."""
+        direction = self._direction(x)
+        target = y if self.beta is None else y - self.beta
+        scale = (target * direction).sum(-1, keepdim=True) / (direction * direction).sum(-1, keepdim=True).clamp(
+            min=torch.finfo(x.dtype).tiny
+        )
+        return scale.expand_as(x) if self.gamma is None else scale * self.gamma
+
+    def fits(self, x: Tensor, y: Tensor) -> bool:
+        """Whether this formula gives y for x."""
+        wide_x, wide_y = x.double(), y.double()
+        gamma, beta = (None if parameter is None else parameter.double() for parameter in (self.gamma, self.beta))
+        form = NormForm(gamma, beta, self.centred)
+        centre = wide_x - wide_x.mean(-1, keepdim=True) if self.centred else wide_x
+        result = form.slope(wide_x, wide_y) * centre
+        if form.beta is not None:
+            result = result + form.beta
+        precision = max(torch.finfo(y.dtype).eps, torch.finfo(torch.float32).eps)  # many norms compute in float32
+        bound = TOLERANCE * precision * (wide_y.norm() + 1e-12)
+        return bool((result - wide_y).norm() <= bound)
+
+    def _direction(self, x: Tensor) -> Tensor:
+        centre = x - x.mean(-1, keepdim=True) if self.centred else x
+        return centre if self.gamma is None else centre * self.gamma
+
+
+def norm_form(module: nn.Module, x: Any, y: Any) -> NormForm | None:
+    """The formula of a module that is a LayerNorm or an RMSNorm, by what it gave for x; None for other modules."""
+    if not isinstance(x, Tensor) or not isinstance(y, Tensor) or x.shape != y.shape or not y.is_floating_point():
+        return None
+    if "norm" not in type(module).__name__.lower() and not isinstance(module, nn.LayerNorm):
+        return None
+    parameters = {name: p.detach() for name, p in module.named_parameters(recurse=False) if p.shape == x.shape[-1:]}
+    beta = next((parameters.pop(name) for name in ("bias", "beta", "b") if name in parameters), None)
+    weight = next(iter(parameters.values()), None)
+    gammas = [None] if weight is None else [weight, 1 + weight]
+    x, y = x.detach(), y.detach()
+    for gamma in gammas:
+        for centred in (beta is not None, beta is None):
+            form = NormForm(gamma, beta, centred)
+            if form.fits(x, y):
+                return form
+    return None
+
+
+class FrozenNorm(torch.autograd.Function):
+    """A norm's output, whose gradient passes by at the norm's actual scale, as through a linear map."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor, slope: Tensor, centred: bool) -> Tensor:
+        ctx.save_for_backward(slope)
+        ctx.centred = centred
+        return y.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        (slope,) = ctx.saved_tensors
+        gradient = gradients[0] * slope
+        if ctx.centred:
+            gradient = gradient - gradient.mean(-1, keepdim=True)
+        return gradient, None, None, None
+
+
+class SparseLinear(torch.autograd.Function):
+    """A linear layer's output y = x W^T + b, whose gradient is computed for the tokens and rows alone that have one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(weight)
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        (weight,) = ctx.saved_tensors
+        gradient = gradients[0]
+        tokens = gradient.abs().amax(-1).nonzero(as_tuple=True)
+        result = gradient.new_zeros(*gradient.shape[:-1], weight.shape[1])
+        chosen = gradient[tokens]
+        (rows,) = chosen.any(0).nonzero(as_tuple=True)
+        result[tokens] = chosen[:, rows] @ weight[rows] if 8 * len(rows) < len(weight) else chosen @ weight
+        return result, None, None
