@@ -14,6 +14,7 @@ from ..circuits.metric import LogitDifference, token_ids
 from ..errors import HeadwiseError, UnsupportedError
 from ..models.intervene import mask_heads
 from ..models.text_inputs import device_of
+from .ablation_effect import token_text
 from .capture import Pass, stop_hooks
 from .overlays import rows_of_pass
 from .payload import number_row
@@ -43,11 +44,11 @@ def measure_causes(
         return {"refusal": reason}
     probabilities = pass_.output.logits[0, -1].float().softmax(-1)
     predictions = probabilities.topk(min(MOST_PREDICTIONS, len(probabilities))).indices.tolist()
-    texts = {token: _text(token, tokenizer) for token in predictions}
+    texts = {token: token_text(token, tokenizer) for token in predictions}
     answer_id = _token(answer, texts, tokenizer) if answer else predictions[0]
     other_id = _token(other, texts, tokenizer) if other else next(token for token in predictions if token != answer_id)
     if answer_id == other_id:
-        raise HeadwiseError(f"answer and other token are both {_text(answer_id, tokenizer)!r}; compare two tokens")
+        raise HeadwiseError(f"answer and other token are both {token_text(answer_id, tokenizer)!r}; compare two tokens")
     try:
         effects = _attribute(pass_, model, answer_id, other_id, stop)
     except UnsupportedError as error:
@@ -95,9 +96,5 @@ def _token(text: str, predictions: dict[int, str], tokenizer: Any) -> int:
     return int(token_ids(text, 1, tokenizer)[0])
 
 
-def _text(token: int, tokenizer: Any) -> str:
-    return tokenizer.decode([token]) or str(tokenizer.convert_ids_to_tokens([token])[0])
-
-
 def _described(token: int, probabilities: Tensor, tokenizer: Any) -> dict[str, Any]:
-    return {"text": _text(token, tokenizer), "probability": float(probabilities[token])}
+    return {"text": token_text(token, tokenizer), "probability": float(probabilities[token])}
