@@ -26,12 +26,13 @@ NODES = [
     {"id": "embedding", "type": "embedding", "layer": -1},
     {"id": "self.3.1", "type": "head", "kind": "self", "layer": 3, "head": 1, "order": 6},
     {"id": "feed-forward.3", "type": "feed-forward", "layer": 3, "order": 7},
+    {"id": "self.24.kv0", "type": "kv", "kind": "self", "layer": 24, "heads": [0, 1, 2], "order": 48},
     {"id": "self.24.2", "type": "head", "kind": "self", "layer": 24, "head": 2, "order": 48},
     {"id": "output", "type": "output", "layer": 30, "order": 60},
 ]
 EDGES = [
     {"from": "self.24.2", "to": "output", "input": "input", "score": 0.75, "low": 0.5, "high": 1.0},
-    {"from": "self.3.1", "to": "self.24.2", "input": "key", "score": -0.25, "low": None, "high": None},
+    {"from": "self.3.1", "to": "self.24.kv0", "input": "key", "score": -0.25, "low": None, "high": None},
     {"from": "feed-forward.3", "to": "output", "input": "input", "score": 0.125, "low": None, "high": None},
 ]
 CURVE = [
@@ -85,7 +86,8 @@ def measured(loaded: NamedModel, monkeypatch: pytest.MonkeyPatch) -> dict[str, A
         calls["circuit"] = size
         document = {
             "headwise": "circuit", "format": 1, "metric": "a metric", "clean": 3.5, "corrupted": 0.5,
-            "prompts": len(clean), "method": "by hand", "size": size, "nodes": NODES, "edges": EDGES, "curve": CURVE,
+            "prompts": len(clean), "method": "by hand", "size": size, "total": 7000,
+            "nodes": NODES, "edges": EDGES, "curve": CURVE,
             "notes": ["a note on the circuit"],
         }  # fmt: skip
         return SimpleNamespace(to_json=lambda: document)
@@ -106,9 +108,10 @@ def test_the_strongest_heads_and_the_circuit_are_printed(
     assert "'When Mary and John went to the store, John gave a drink to' → ' Mary', not ' John'" in out
     assert re.search(r"^29\.8 +\+2\.690 +29\.8 +-2\.690", out, re.MULTILINE)
     assert re.search(r"^head 24\.2 +→ output +\+0\.7500", out, re.MULTILINE)
-    assert re.search(r"^head 3\.1 +→ key of head 24\.2 +-0\.2500", out, re.MULTILINE)
+    assert re.search(r"^head 3\.1 +→ key of KV head 24\.0 +-0\.2500", out, re.MULTILINE)
     assert re.search(r"^ +1 +0\.25 \(0\.12 to 0\.38\) +0\.50 +–", out, re.MULTILINE)
     assert re.search(r"^ +3 +0\.88 \(0\.75 to 1\.25\) +0\.75 +0\.02 \(0\.00 to 0\.10\)", out, re.MULTILINE)
+    assert "Circuit: 3 edges of the model's 7,000, of which the 3 strongest (by hand)" in out
     for note in ("a note on direct effect", "a note on output patching", "a note on the circuit", "by hand"):
         assert note in out
     assert measured["patch"] == ([CLEAN], [CORRUPTED], "gradient")

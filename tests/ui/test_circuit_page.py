@@ -127,6 +127,17 @@ def test_a_click_on_a_head_shows_its_attention_on_the_clean_prompt(tab: Any, sav
     assert shown.locator(".hw-chosen b").inner_text() == "head 0.2"
 
 
+def test_a_shared_key_opens_all_heads_that_read_it(tab: Any, run: Callable[..., capture.Pass], tmp_path: Path) -> None:
+    shared = {"id": "self.4.kv1", "type": "kv", "kind": "self", "layer": 4, "heads": [2, 3], "order": 8}
+    edges = [edge("self.3.1", "self.4.kv1", 0.5, "key"), edge("self.5.4", "output", 0.25)]
+    save_circuit_page(run(), tmp_path / "c.html", {**CIRCUIT, "nodes": [*CIRCUIT["nodes"], shared], "edges": edges})
+    shown = tab().open(tmp_path / "c.html")
+    node = shown.locator(".node[data-node='self.4.kv1']")
+    assert node.text_content() == "KV 4.1"
+    node.click()
+    assert shown.locator(".hw-chosen b").all_inner_texts() == ["head 4.2", "head 4.3"]
+
+
 def test_heads_are_coloured_by_the_chosen_effect(tab: Any, saved: Path) -> None:
     shown = tab().open(saved)
     fill = shown.locator(".node[data-node='self.5.4'] rect")

@@ -50,7 +50,8 @@ def draw_circuit(circuit: Mapping[str, Any], number: int = LISTED) -> Renderable
         source, target = (names.get(edge[side], edge[side]) for side in ("from", "to"))
         edges.add_row(source, f"→ {into}{target}", Text(f"{edge['score']:+.4f}", style=colour))
     shown = min(number, len(circuit["edges"]))
-    title = Text.assemble(("Circuit", "bold"), f": the {shown} strongest of {circuit['size']} edges ", style="")
+    size = f"{circuit['size']:,} edges" + (f" of the model's {circuit['total']:,}" if circuit.get("total") else "")
+    title = Text.assemble(("Circuit", "bold"), f": {size}, of which the {shown} strongest ")
     return Group(
         title.append(f"({circuit['method']})", style="dim"),
         edges,
@@ -86,4 +87,6 @@ def _share(triple: Sequence[float | None] | None) -> str:
 def _node_name(node: Mapping[str, Any]) -> str:
     if node["type"] == "head":
         return f"head {node['layer']}.{node['head']}"
+    if node["type"] == "kv":
+        return f"KV head {node['layer']}.{node['heads'][0] // len(node['heads'])}"
     return f"feed-forward {node['layer']}" if node["type"] == "feed-forward" else str(node["type"])

@@ -3,11 +3,12 @@
 /**
  * @typedef {object} CircuitNode
  * @property {string} id
- * @property {string} type "embedding", "head", "feed-forward", "output"
+ * @property {string} type "embedding", "head", "kv" (a KV head that several query heads share), "feed-forward", "output"
  * @property {number} layer
  * @property {number} [order] from input to output
  * @property {string} [kind] of attention, of a head
- * @property {number} [head]
+ * @property {number} [head] of a head
+ * @property {number[]} [heads] the query heads of a KV head
  *
  * @typedef {object} CircuitEdge
  * @property {string} from
@@ -17,7 +18,7 @@
  * @property {number | null} [low]
  * @property {number | null} [high]
  *
- * @typedef {[number, number | null, number | null]} Triple a mean, and the ends of its interval
+ * @typedef {[number | null, number | null, number | null] | null} Triple a mean, and the ends of its interval
  * @typedef {{ edges: number, faithfulness: Triple, completeness: Triple, random: Triple }} CurvePoint
  *
  * @typedef {object} Circuit as headwise.Circuit.to_json gives it
@@ -29,18 +30,21 @@
  * @property {CircuitNode[]} nodes
  * @property {CircuitEdge[]} edges strongest first
  * @property {number} size
+ * @property {number} [total] edges of the model
  * @property {CurvePoint[]} curve
  * @property {string[]} notes
  *
- * @typedef {CircuitNode & { x: number, y: number }} PlacedNode x: 0 to 1; y: its row, 0 at the bottom
+ * @typedef {CircuitNode & { x: number, y: number, span: number }} PlacedNode x: 0 to 1; y: its row, 0 at the bottom;
+ *   span: columns that it is wide
  * @typedef {{ nodes: PlacedNode[], edges: CircuitEdge[], rows: string[], columns: number }} Graph rows: their labels
  */
 
 const BEFORE_ALL = -1; // the order of the embeddings, which have none of their own
 
-/** @param {CircuitNode} node */
-function orderOf(node) {
-  return node.order ?? (node.type === "embedding" ? BEFORE_ALL : node.layer);
+/** Where a node is from input to output; a KV head is just below its query heads. @param {CircuitNode} node */
+function orderOf({ order, type, layer }) {
+  const own = order ?? (type === "embedding" ? BEFORE_ALL : layer);
+  return type === "kv" ? own - 0.5 : own;
 }
 
 /** The strongest edges, and their nodes in rows from input (0) to output.
@@ -51,14 +55,20 @@ export function layoutGraph(circuit, count) {
   const used = new Set(edges.flatMap(({ from, to }) => [from, to]));
   const shown = circuit.nodes.filter(({ id }) => used.has(id));
   const orders = [...new Set(shown.map(orderOf))].sort((a, b) => a - b);
-  const heads = Math.max(0, ...circuit.nodes.map(({ head }) => (head ?? -1) + 1));
+  const heads = 1 + Math.max(-1, ...circuit.nodes.flatMap(({ head, heads: group }) => [head ?? -1, ...(group ?? [])]));
   const columns = heads + 1; // feed-forward blocks have the last one
   /** @param {CircuitNode} node */
-  const column = ({ type, head }) => {
+  const column = ({ type, head, heads: group = [] }) => {
     if (type === "head") return (head ?? 0) + 0.5;
+    if (type === "kv" && group.length) return (Math.min(...group) + Math.max(...group) + 1) / 2;
     return type === "feed-forward" ? heads + 0.5 : columns / 2;
   };
-  const nodes = shown.map((node) => ({ ...node, x: column(node) / columns, y: orders.indexOf(orderOf(node)) }));
+  const nodes = shown.map((node) => ({
+    ...node,
+    x: column(node) / columns,
+    y: orders.indexOf(orderOf(node)),
+    span: node.type === "kv" ? (node.heads?.length ?? 1) : 1,
+  }));
   const rows = orders.map((order) => rowLabel(shown.filter((node) => orderOf(node) === order)));
   return { nodes, edges, rows, columns };
 }
@@ -71,8 +81,9 @@ function rowLabel(nodes) {
 }
 
 /** The name of a node on the graph. @param {CircuitNode} node */
-export function nodeName({ type, layer, head }) {
+export function nodeName({ type, layer, head, heads = [] }) {
   if (type === "head") return `${layer}.${head}`;
+  if (type === "kv") return `KV ${layer}.${Math.floor((heads[0] ?? 0) / (heads.length || 1))}`;
   return type === "feed-forward" ? `FF ${layer}` : type;
 }
 

@@ -6,11 +6,12 @@ import { legend } from "../lib/heatmap.js";
 import { consume } from "../lib/keys.js";
 import { registerView } from "../lib/registry.js";
 import { colourScale, headValues } from "../lib/scores.js";
+import { MOST_HEADS } from "../lib/state.js";
 import { svg } from "../lib/svg.js";
 import { cellText, format, plural, visible } from "../lib/text.js";
 
 /** @import { App } from "../app.js" */
-/** @import { Circuit, CircuitEdge, CurvePoint, Graph, PlacedNode } from "../lib/circuit_graph.js" */
+/** @import { Circuit, CircuitEdge, CurvePoint, Graph, PlacedNode, Triple } from "../lib/circuit_graph.js" */
 /** @import { Note } from "../lib/dom.js" */
 /** @import { Head, Run } from "../lib/run.js" */
 
@@ -79,8 +80,9 @@ export class CircuitView {
   }
 
   _story() {
-    const { metric, clean, corrupted, prompts, method } = this.circuit;
+    const { metric, clean, corrupted, prompts, method, size, total } = this.circuit;
     const other = this.app.run.json.corrupted;
+    const of = total ? `${size} of ${plural(total, "edge")}` : plural(size, "edge");
     return h(
       "p",
       { class: "hw-lead first" },
@@ -91,13 +93,13 @@ export class CircuitView {
       `${format(corrupted, 2)} on the corrupted. `,
       h("span", {
         class: "soft",
-        text: `${prompts === 1 ? "1 pair" : `means over ${prompts} pairs`} of prompts; ${method}.`,
+        text: `${prompts === 1 ? "1 pair" : `means over ${prompts} pairs`} of prompts; ${of} by ${method}.`,
       }),
     );
   }
 
   /** @param {Graph} graph */
-  _controls({ edges }) {
+  _controls({ edges, nodes }) {
     const { app, circuit } = this;
     const { run, state } = app;
     const signed = run.json.signed ?? [];
@@ -122,7 +124,11 @@ export class CircuitView {
       signed.length > 0 && legend(colours, format(low, 2), format(high, 2)),
       h("span", {
         class: "soft",
-        text: `${plural(edges.length, "edge")} into queries (left), keys (middle) and values (right of a head).`,
+        text: [
+          `${plural(edges.length, "edge")}: into the left of a head for its query, the middle for its key, the right for`,
+          "its value.",
+          nodes.some(({ type }) => type === "kv") ? "A KV head is below the heads that share it." : "",
+        ].join(" "),
       }),
     );
   }
@@ -136,6 +142,13 @@ export class CircuitView {
   _colours() {
     const { run, state, theme } = this.app;
     return colourScale(run, this._stat, state.palette, theme, headValues(run, this._stat));
+  }
+
+  /** The query heads of a node: a head's own, or those that share a KV head. @param {PlacedNode} node
+   * @returns {Head[]} */
+  _heads({ kind, layer, head, heads }) {
+    const numbers = head === undefined ? (heads ?? []) : [head];
+    return numbers.map((number) => this._at({ kind, layer, head: number })).filter((at) => at !== null);
   }
 
   /** The head of a node among the layers of the pass. @param {{ kind?: string, layer: number, head?: number }} node
@@ -158,22 +171,24 @@ export class CircuitView {
     const labels = rows.map((row, y) => svg("text", { class: "row", x: 4, y: height - EDGE.top - y * ROW + 4 }, row));
     const lines = [...edges].reverse().map((edge) => {
       const [from, to] = [places.get(edge.from), places.get(edge.to)];
-      return from && to ? this._edge(edge, point(from), point(to), Math.abs(edge.score) / most) : null;
+      if (!from || !to) return null;
+      return this._edge(edge, point(from), point(to), Math.abs(edge.score) / most, widthOf(to, column));
     });
     return svg(
       "svg",
       { viewBox: `0 0 ${width} ${height}`, width, height, role: "group", "aria-label": title },
       ...labels,
       svg("g", { class: "edges" }, ...lines),
-      ...nodes.map((node) => this._node(node, point(node))),
+      ...nodes.map((node) => this._node(node, point(node), widthOf(node, column))),
     );
   }
 
-  /** @param {CircuitEdge} edge @param {[number, number]} from @param {[number, number]} to @param {number} share */
-  _edge(edge, [x1, y1], [x2, y2], share) {
+  /** @param {CircuitEdge} edge @param {[number, number]} from @param {[number, number]} to @param {number} share
+   * @param {number} width of the target */
+  _edge(edge, [x1, y1], [x2, y2], share, width) {
     const { app } = this;
     const [start, end] = [y1 - NODE.height / 2, y2 + NODE.height / 2];
-    const place = x2 + (PLACES[edge.input] ?? 0) * NODE.width;
+    const place = x2 + (PLACES[edge.input] ?? 0) * width;
     const bend = Math.max(18, (start - end) * 0.45);
     const colours = ramp("diverging", app.theme);
     const line = svg("path", {
@@ -209,7 +224,7 @@ export class CircuitView {
   /** @param {PlacedNode} node @returns {Note[]} */
   _nodeNotes(node) {
     const { run } = this.app;
-    const at = this._at(node);
+    const at = node.type === "head" ? this._at(node) : null;
     const edges = this.circuit.edges.filter(({ from, to }) => from === node.id || to === node.id);
     const effects = at
       ? (run.json.signed ?? []).map((name) => [name, format(headValues(run, name)[at[0]][at[1]], 3)])
@@ -220,18 +235,18 @@ export class CircuitView {
         : `${node.type}${node.type === "feed-forward" ? ` of layer ${node.layer}` : ""}`,
       ...effects,
       ...edges.slice(0, 6).map((edge) => [this._edgeName(edge), format(edge.score, 3)]),
-      ...(at ? ["click: its attention on the clean prompt"] : []),
+      ...(this._heads(node).length ? ["click: its attention on the clean prompt"] : []),
     ];
   }
 
-  /** @param {PlacedNode} node @param {[number, number]} point */
-  _node(node, [x, y]) {
+  /** @param {PlacedNode} node @param {[number, number]} point @param {number} width */
+  _node(node, [x, y], width) {
     const { app } = this;
-    const at = this._at(node);
+    const heads = this._heads(node);
+    const [at] = node.type === "head" ? heads : [null];
     const { low, high, colours } = this._colours();
     const value = at && this._stat ? headValues(app.run, this._stat)[at[0]][at[1]] : null;
     const rgb = value === null ? null : pick(colours, (value - low) / (high - low || 1));
-    const wide = node.type === "embedding" || node.type === "output" ? NODE.width * 2.2 : NODE.width;
     const chosen = at && app.state.heads.some((other) => String(other) === String(at));
     const name = nodeName(node);
     const el = svg(
@@ -241,15 +256,15 @@ export class CircuitView {
         "data-node": node.id,
         "data-key": `node:${node.id}`,
         tabindex: 0,
-        role: at ? "button" : "img",
+        role: heads.length ? "button" : "img",
         "aria-label": this._nodeNotes(node)
           .map((note) => (Array.isArray(note) ? note.join(" ") : note))
           .join(", "),
       },
       svg("rect", {
-        x: x - wide / 2,
+        x: x - width / 2,
         y: y - NODE.height / 2,
-        width: wide,
+        width,
         height: NODE.height,
         rx: 6,
         fill: rgb && css(rgb),
@@ -265,12 +280,13 @@ export class CircuitView {
     });
     el.addEventListener("focus", () => mark(true));
     el.addEventListener("blur", () => mark(false));
-    if (at) {
-      el.addEventListener("click", (event) => app.choose(at, event, app.headView));
+    if (heads.length) {
+      const show = () => app.set({ heads: heads.slice(0, MOST_HEADS), view: app.headView });
+      el.addEventListener("click", (event) => (at ? app.choose(at, event, app.headView) : show()));
       el.addEventListener("keydown", (event) => {
         if (event.key !== "Enter" && event.key !== " ") return;
         consume(event);
-        app.set({ heads: [at], view: app.headView });
+        show();
       });
     }
     return el;
@@ -290,8 +306,12 @@ export class CircuitView {
     const { curve, size, notes } = this.circuit;
     if (!curve.length) return null;
     const numbers = ["edges", ...LINES];
-    /** @param {[number, number | null, number | null] | null} triple */
-    const cell = (triple) => h("td", { text: triple ? cellText(triple[0]) : "–", title: triple ? range(triple) : "" });
+    /** @param {Triple} triple */
+    const cell = (triple) => {
+      const mean = triple?.[0] ?? null;
+      if (mean === null) return h("td", { text: "–" });
+      return h("td", { text: cellText(mean), title: withInterval(mean, triple?.[1], triple?.[2]) });
+    };
     return h(
       "div",
       { class: "hw-card" },
@@ -350,7 +370,9 @@ export class CircuitView {
     const lines = LINES.flatMap((name, n) => {
       const points = curve.flatMap((point) => {
         const triple = /** @type {any} */ (point)[name];
-        return triple ? [{ at: x(point.edges), mean: triple[0], low: triple[1], high: triple[2] }] : [];
+        return triple?.[0] !== null && triple?.[0] !== undefined
+          ? [{ at: x(point.edges), mean: triple[0], low: triple[1], high: triple[2] }]
+          : [];
       });
       const colour = css(this._line(n));
       const banded = points.filter((point) => point.low !== null && point.high !== null);
@@ -460,9 +482,10 @@ function withInterval(mean, low, high) {
   return ends ? format(mean, 3) : `${format(mean, 3)} (${format(low, 2)} to ${format(high, 2)})`;
 }
 
-/** @param {[number, number | null, number | null]} triple */
-function range([mean, low, high]) {
-  return withInterval(mean, low, high);
+/** The width of a node in pixels. @param {PlacedNode} node @param {number} column pixels of a column */
+function widthOf({ type, span }, column) {
+  if (type === "kv") return span * column - (column - NODE.width);
+  return type === "embedding" || type === "output" ? NODE.width * 2.2 : NODE.width;
 }
 
 registerView({
