@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from headwise.circuits.effects import EffectLayer, Effects, EffectsAbout
-from headwise.ui import capture
+from headwise.ui import capture, circuit_page
 from headwise.ui.circuit_page import page_data, save_circuit_page
 
 NASTY = '</script><img src=x onerror="alert(1)">'
@@ -107,6 +107,15 @@ def test_fewer_edges_are_shown_on_request(tab: Any, run: Callable[..., capture.P
     assert shown.locator(".hw-graph .edge").count() == 20 and "edges=20" in shown.url
     shown.get_by_label("strongest edges").select_option("all")
     assert shown.locator(".hw-graph .edge").count() == 60
+
+
+def test_a_page_has_the_strongest_edges_of_a_large_circuit(
+    run: Callable[..., capture.Pass], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(circuit_page, "MOST_EDGES", 2)
+    shown = page_data(run(), CIRCUIT)["runs"][0]["circuit"]
+    assert shown["edges"] == CIRCUIT["edges"][:2] and shown["size"] == 5
+    assert {node["id"] for node in shown["nodes"]} == {"output", "self.5.4", "self.3.1"}
 
 
 def test_a_click_on_a_head_shows_its_attention_on_the_clean_prompt(tab: Any, saved: Path) -> None:

@@ -14,6 +14,7 @@ from .capture import Pass
 from .overlays import Overlays, to_overlays
 
 LISTED = 20  # heads in a table
+MOST_EDGES = 500  # that a page can draw; a circuit may have thousands
 
 
 def save_circuit_page(
@@ -46,8 +47,15 @@ def page_data(
     strongest = effects[-1].strongest(1) if effects else []
     content = payload.data(pass_, scores=overlays, heads=[f"{row.kind} {row.layer}.{row.head}" for row in strongest])
     tables = [_table(each) for each in effects]
-    content["runs"][0] |= {"circuit": dict(circuit), "effects": tables, "corrupted": corrupted}
+    content["runs"][0] |= {"circuit": _strongest_edges(circuit), "effects": tables, "corrupted": corrupted}
     return content
+
+
+def _strongest_edges(circuit: Mapping[str, Any]) -> dict[str, Any]:
+    """The circuit without the edges that no page could draw, and without the nodes of those alone."""
+    edges = circuit["edges"][:MOST_EDGES]
+    ends = {edge[side] for edge in edges for side in ("from", "to")}
+    return {**circuit, "edges": edges, "nodes": [node for node in circuit["nodes"] if node["id"] in ends]}
 
 
 def _table(effects: Effects) -> dict[str, Any]:

@@ -45,8 +45,9 @@ test("nodes are in rows from input to output, heads in the columns of their numb
 
 test("a KV head is below the heads that share it, and as wide", () => {
   const nodes = [
-    { id: "q", type: "head", kind: "self", layer: 1, head: 4, heads: [4], order: 2 },
-    { id: "kv", type: "kv", kind: "self", layer: 1, heads: [3, 4, 5], order: 2 },
+    { id: "q", type: "head", kind: "self", layer: 1, head: 4, heads: [4], order: 5 },
+    { id: "r", type: "head", kind: "self", layer: 1, head: 1, heads: [1], order: 4 },
+    { id: "kv", type: "kv", kind: "self", layer: 1, heads: [3, 4, 5], order: 6 },
     { id: "a", type: "head", kind: "self", layer: 0, head: 0, heads: [0], order: 0 },
   ];
   const graph = layoutGraph(
@@ -54,14 +55,15 @@ test("a KV head is below the heads that share it, and as wide", () => {
       ...circuit([
         ["a", "kv"],
         ["a", "q"],
+        ["a", "r"],
       ]),
       nodes,
     },
     9,
   );
   const places = Object.fromEntries(graph.nodes.map(({ id, x, y, span }) => [id, [x, y, span]]));
-  assert.deepEqual(places, { a: [0.5 / 7, 0, 1], kv: [4.5 / 7, 1, 3], q: [4.5 / 7, 2, 1] });
-  assert.equal(nodeName(nodes[1]), "KV 1.1");
+  assert.deepEqual(places, { a: [0.5 / 7, 0, 1], kv: [4.5 / 7, 1, 3], q: [4.5 / 7, 2, 1], r: [1.5 / 7, 2, 1] });
+  assert.equal(nodeName(nodes[2]), "KV 1.1");
 });
 
 test("only the strongest edges and their nodes are drawn, and none of an unknown node", () => {

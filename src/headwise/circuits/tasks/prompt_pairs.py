@@ -173,9 +173,19 @@ def _draw_pairs(name: str, description: str, form: Draw, tokenizer: Any, count: 
             rejected[outcome] += 1
         else:
             candidates[candidate] = outcome
-    columns = [list(column) for column in zip(*candidates, strict=True)] or [[], [], [], []]
-    answer_ids, other_ids = ([ids[place] for ids in candidates.values()] for place in range(2))
-    return PromptPairs(name, description, *columns, answer_ids, other_ids, drawn, rejected, tokenizer)
+    return PromptPairs(
+        name,
+        description,
+        clean=[candidate.clean for candidate in candidates],
+        corrupted=[candidate.corrupted for candidate in candidates],
+        answers=[candidate.answer for candidate in candidates],
+        others=[candidate.other for candidate in candidates],
+        answer_ids=[answer for answer, _ in candidates.values()],
+        other_ids=[other for _, other in candidates.values()],
+        drawn=drawn,
+        rejected=rejected,
+        tokenizer=tokenizer,
+    )
 
 
 LENGTHS_DIFFER, ANSWER_SPLIT, SAME_ANSWER = REJECTIONS = (

@@ -41,10 +41,26 @@
 
 const BEFORE_ALL = -1; // the order of the embeddings, which have none of their own
 
-/** Where a node is from input to output; a KV head is just below its query heads. @param {CircuitNode} node */
-function orderOf({ order, type, layer }) {
-  const own = order ?? (type === "embedding" ? BEFORE_ALL : layer);
-  return type === "kv" ? own - 0.5 : own;
+/** @param {CircuitNode} node */
+function isAttention({ type }) {
+  return type === "head" || type === "kv";
+}
+
+/** The place of each node's row from input to output: the heads of a layer share one, its KV heads are just below.
+ * @param {CircuitNode[]} nodes @returns {(node: CircuitNode) => number} */
+function rowOrder(nodes) {
+  /** @param {CircuitNode} node */
+  const own = ({ order, type, layer }) => order ?? (type === "embedding" ? BEFORE_ALL : layer);
+  /** @type {Map<string, number>} */
+  const layers = new Map();
+  for (const node of nodes.filter(isAttention)) {
+    const key = `${node.kind} ${node.layer}`;
+    layers.set(key, Math.min(own(node), layers.get(key) ?? Infinity));
+  }
+  return (node) => {
+    if (!isAttention(node)) return own(node);
+    return (layers.get(`${node.kind} ${node.layer}`) ?? own(node)) - (node.type === "kv" ? 0.5 : 0);
+  };
 }
 
 /** The strongest edges, and their nodes in rows from input (0) to output.
@@ -54,6 +70,7 @@ export function layoutGraph(circuit, count) {
   const edges = circuit.edges.filter(({ from, to }) => known.has(from) && known.has(to)).slice(0, count);
   const used = new Set(edges.flatMap(({ from, to }) => [from, to]));
   const shown = circuit.nodes.filter(({ id }) => used.has(id));
+  const orderOf = rowOrder(circuit.nodes);
   const orders = [...new Set(shown.map(orderOf))].sort((a, b) => a - b);
   const heads = 1 + Math.max(-1, ...circuit.nodes.flatMap(({ head, heads: group }) => [head ?? -1, ...(group ?? [])]));
   const columns = heads + 1; // feed-forward blocks have the last one

@@ -8,7 +8,7 @@ import { registerView } from "../lib/registry.js";
 import { colourScale, headValues } from "../lib/scores.js";
 import { MOST_HEADS } from "../lib/state.js";
 import { svg } from "../lib/svg.js";
-import { cellText, format, plural, visible } from "../lib/text.js";
+import { cellText, format, plural, thousands, visible } from "../lib/text.js";
 
 /** @import { App } from "../app.js" */
 /** @import { Circuit, CircuitEdge, CurvePoint, Graph, PlacedNode, Triple } from "../lib/circuit_graph.js" */
@@ -82,7 +82,7 @@ export class CircuitView {
   _story() {
     const { metric, clean, corrupted, prompts, method, size, total } = this.circuit;
     const other = this.app.run.json.corrupted;
-    const of = total ? `${size} of ${plural(total, "edge")}` : plural(size, "edge");
+    const of = total ? `${thousands(size)} of ${plural(total, "edge")}` : plural(size, "edge");
     return h(
       "p",
       { class: "hw-lead first" },
@@ -107,7 +107,7 @@ export class CircuitView {
     /** @type {[string, string][]} */
     const sizes = SIZES.filter((size) => size === "all" || Number(size) < circuit.edges.length).map((size) => [
       size,
-      size === "all" ? `all ${circuit.edges.length}` : size,
+      size === "all" ? `${circuit.edges.length}` : size,
     ]);
     const shown = sizes.some(([size]) => size === state.edges) ? state.edges : "all";
     return h(
@@ -336,7 +336,7 @@ export class CircuitView {
             h(
               "tr",
               { class: edges === size ? "own" : "" },
-              h("th", { scope: "row", text: String(edges) }),
+              h("th", { scope: "row", text: thousands(edges) }),
               cell(faithfulness),
               cell(completeness),
               cell(random),
