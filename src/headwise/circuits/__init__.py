@@ -12,10 +12,12 @@ from ..lazy import lazy_names
 if TYPE_CHECKING:
     from .effects import Effects as Effects
     from .metric import LogitDifference as LogitDifference
+    from .patching import patch as patch
 
 _MODULES = {
     "Effects": "effects",
     "LogitDifference": "metric",
+    "patch": "patching",
 }
 
 __all__ = [*_MODULES]
