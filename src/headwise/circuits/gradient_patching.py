@@ -92,7 +92,7 @@ def _gradients(runs: PatchRuns, number: int, batch: Any, note: Any) -> tuple[Ten
             note(visit)
         return value
 
-    with torch.inference_mode(False), torch.enable_grad():
+    with torch.enable_grad():
         with runs.visiting(visitor):
             metric = runs.measure(run(runs.model, batch), number)[0]
         if not metric.requires_grad:

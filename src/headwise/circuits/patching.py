@@ -41,6 +41,7 @@ SATURATION = (
 PHRASES = {"denoise": ("clean", "corrupted", "restored"), "noise": ("corrupted", "clean", "destroyed")}
 
 
+@torch.inference_mode(False)  # whose tensors autograd could not keep
 def patch(
     model: nn.Module,
     clean: Any,
@@ -243,9 +244,9 @@ def _effects(
         layers.append(EffectLayer(site.kind, site.index, heads))
         examples.append(torch.stack(columns, 1).numpy())
     source, run, verb = PHRASES[runs.direction]
-    value = "its mean over a set" if runs.means else f"its {runs.what} in the {source} run"
+    value = "its mean over a set" if runs.means else f"that of the {source} run"
     noun = "KV head" if not all(shape.per_query_head for shape in shapes.values()) else "head"
-    sentence = f"{method}, share of the metric {verb} by {value} for each {noun} ({runs.what}) of the {run} run"
+    sentence = f"{method}: share of the metric {verb} where a {noun}'s {runs.what} in the {run} run is {value}"
     if runs.positions:
         sentence += f", at {runs.positions.words}"
     means = {

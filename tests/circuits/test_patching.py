@@ -1,0 +1,421 @@
+"""headwise.patch equals patching written by hand, and what is estimated equals derivatives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AlbertConfig, AlbertForMaskedLM
+
+import headwise
+from headwise.models.structure.sites import Site, attention_sites
+from helpers.patching_by_hand import BATCH, SINGLE, TWO_STACKS, VOCABULARY, build, pair, patched_output, random_model
+from helpers.real_weights import smollm2
+
+torch.set_num_threads(1)
+KINDS = ("output", "query", "key", "value", "pattern")
+METRIC = headwise.LogitDifference([5, 9, 14], [21, 7, 2])
+# float64 rounding of logits of a few units, divided by differences of the metric that are not much smaller
+CLOSE = {"rtol": 1e-9, "atol": 1e-9}
+
+
+def value(batch: dict[str, Tensor], output: Any) -> Tensor:
+    return difference(batch, output.logits)
+
+
+def difference(batch: dict[str, Tensor], logits: Tensor) -> Tensor:
+    """The logit difference at each prompt's last token."""
+    mask = batch.get("decoder_attention_mask", batch.get("attention_mask"))
+    assert mask is not None
+    last = mask.shape[1] - 1 - mask.flip(1).argmax(1)
+    logits = logits[range(BATCH), last]
+    return logits[range(BATCH), METRIC.answers] - logits[range(BATCH), METRIC.others]
+
+
+def share_by_hand(model: Any, name: str, site: Site, what: str, heads: list[int], direction: str = "denoise") -> float:
+    clean, corrupted = pair(name)
+    this, other = (corrupted, clean) if direction == "denoise" else (clean, corrupted)
+    with torch.no_grad():
+        before, reached = value(clean, model(**this)), value(clean, model(**other))
+    patched = value(clean, patched_output(model, this, other, site, what, heads))
+    return float((patched - before).mean() / (reached - before).mean())
+
+
+@pytest.mark.parametrize("what", KINDS)
+@pytest.mark.parametrize("name", [*SINGLE, *TWO_STACKS])
+def test_exact_patching_equals_patching_by_hand(name: str, what: str) -> None:
+    model, (clean, corrupted) = build(name), pair(name)
+    effects = headwise.patch(model, clean, corrupted, METRIC, what=what)
+    shared = what in ("key", "value") and name == "llama"
+    assert effects.about.unit == ("kv" if shared else "head")
+    sites = attention_sites(model)
+    assert {(kind, layer) for kind, layer, _ in effects.layers} == {site.key for site in sites}
+    for row in effects.rows():
+        site = next(site for site in sites if site.key == (row.kind, row.layer))
+        heads = list(range(3 * row.head, 3 * row.head + 3)) if shared else [row.head]
+        np.testing.assert_allclose(row.effect, share_by_hand(model, name, site, what, heads), **CLOSE)
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa", "headwise"])
+@pytest.mark.parametrize("what", KINDS)
+def test_noise_gives_the_share_destroyed_under_any_attention_function(what: str, implementation: str) -> None:
+    headwise.register()
+    model, (clean, corrupted) = build("llama"), pair("llama")
+    model.set_attn_implementation(implementation)
+    effects = headwise.patch(model, clean, corrupted, METRIC, what=what, direction="noise", heads={1: [1, 4]})
+    site = attention_sites(model)[1]
+    for head in (1, 4):
+        expected = share_by_hand(model, "llama", site, what, [head], "noise")
+        np.testing.assert_allclose(effects["self"][1, head], expected, **CLOSE)
+    assert effects["self"].shape == (2, 6)
+    assert np.isnan(effects["self"]).sum() == 10
+
+
+def test_named_query_heads_alone_see_a_patched_key() -> None:
+    model, (clean, corrupted) = build("llama"), pair("llama")
+    named = headwise.patch(model, clean, corrupted, METRIC, what="key", heads=True)
+    assert named.about.unit == "head" and named["self"].shape == (2, 6)
+    for site in attention_sites(model):
+        expected = [share_by_hand(model, "llama", site, "key", [head]) for head in range(6)]
+        np.testing.assert_allclose(named["self"][site.index], expected, **CLOSE)
+
+
+# ---- models that are not transformers'
+
+
+class HandEncoder:
+    """nn.TransformerEncoder by its definition, with the heads of every layer open to a function."""
+
+    def __init__(self, model: nn.TransformerEncoder, change: Any) -> None:
+        self.model, self.change = model, change
+
+    def __call__(self, x: Tensor, padding: Tensor) -> Tensor:
+        for number, layer in enumerate(self.model.layers):
+            attention: Any = layer.self_attn
+            projected = x @ attention.in_proj_weight.T + attention.in_proj_bias
+            heads = projected.unflatten(-1, (3, attention.num_heads, -1)).permute(2, 0, 3, 1, 4)
+            q, k, v = (self.change(number, *named) for named in zip(("query", "key", "value"), heads, strict=True))
+            scores = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
+            pattern = scores.masked_fill(padding[:, None, None], -torch.inf).softmax(-1)
+            z = self.change(number, "output", self.change(number, "pattern", pattern) @ v)
+            x = layer.norm1(x + attention.out_proj(z.transpose(1, 2).flatten(2)))
+            x = layer.norm2(x + layer.linear2(torch.relu(layer.linear1(x))))
+        return x
+
+
+def torch_encoder() -> Any:
+    layer = nn.TransformerEncoderLayer(12, 3, 17, batch_first=True)
+    return random_model(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False))
+
+
+def first_number(output: Tensor) -> Tensor:
+    return output[:, 0, 0].tanh()
+
+
+@pytest.mark.parametrize("what", KINDS)
+def test_patching_torch_encoders_equals_their_definition(what: str) -> None:
+    model = torch_encoder()
+    x, y = torch.randn(2, 5, 7, 12, dtype=torch.float64)
+    y = torch.cat([y[:, :4], x[:, 4:]], 1)
+    padding = torch.arange(7).expand(5, 7) >= torch.tensor([7, 5, 7, 6, 3])[:, None]
+    effects = headwise.patch(model, (x, None, padding), (y, None, padding), first_number, what=what)
+    kept: dict[int, Tensor] = {}
+    place = [0, 0]
+
+    def keep(layer: int, name: str, tensor: Tensor) -> Tensor:
+        if name == what:
+            kept[layer] = tensor
+        return tensor
+
+    def put(layer: int, name: str, tensor: Tensor) -> Tensor:
+        if name == what and layer == place[0]:
+            tensor = tensor.clone()
+            tensor[:, place[1]] = kept[layer][:, place[1]]
+        return tensor
+
+    with torch.no_grad():
+        clean = first_number(HandEncoder(model, keep)(x, padding)).mean()
+        corrupted = first_number(HandEncoder(model, lambda layer, name, tensor: tensor)(y, padding)).mean()
+        for place[0], place[1] in np.ndindex(2, 3):
+            patched = first_number(HandEncoder(model, put)(y, padding)).mean()
+            expected = float((patched - corrupted) / (clean - corrupted))
+            np.testing.assert_allclose(effects["self"][tuple(place)], expected, **CLOSE)
+
+
+def own_decoder() -> Any:
+    heads = headwise.Heads(width=24, query=6, kv=2, dim=4)
+    shape = headwise.Shape(
+        layers=2, heads=heads, ffn=17, vocab=VOCABULARY, norm="rms", positions="rotary", head="own",
+        rope={"rope_theta": 100.0},
+    )  # fmt: skip
+    return random_model(headwise.Decoder(shape))
+
+
+@pytest.mark.parametrize("what", ["output", "query", "key", "value"])
+def test_patching_own_stacks_equals_hooks_on_their_projections(what: str) -> None:
+    """Rotary embeddings turn each position by itself, so that a query before them is as good as one after."""
+    model, (clean, corrupted) = own_decoder(), pair("llama")
+    effects = headwise.patch(model, clean, corrupted, METRIC, what=what)
+    count = 2 if what in ("key", "value") else 6
+    assert effects["self"].shape == (2, count)
+    name = {"output": "W_O", "query": "W_Q", "key": "W_K", "value": "W_V"}[what]
+    for site in attention_sites(model):
+        linear = getattr(site.module, name)
+        for head in range(count):
+            kept: list[Tensor] = []
+            columns = slice(4 * head, 4 * head + 4)
+
+            def put(x: Tensor, kept: list[Tensor] = kept, columns: slice = columns) -> Tensor:
+                if not kept:
+                    kept.append(x)
+                x = x.clone()
+                x[..., columns] = kept[0][..., columns]
+                return x
+
+            if what == "output":
+                hook = linear.register_forward_pre_hook(lambda _, args, put=put: (put(args[0]),))
+            else:
+                hook = linear.register_forward_hook(lambda _, args, output, put=put: put(output))
+            with torch.no_grad():
+                reached = model(clean["input_ids"], mask=clean["attention_mask"])
+                patched = model(corrupted["input_ids"], mask=clean["attention_mask"])
+                hook.remove()
+                before = model(corrupted["input_ids"], mask=clean["attention_mask"])
+            metrics = [difference(clean, logits).mean() for logits in (before, reached, patched)]
+            expected = float((metrics[2] - metrics[0]) / (metrics[1] - metrics[0]))
+            np.testing.assert_allclose(effects["self"][site.index, head], expected, **CLOSE)
+
+
+def test_a_pattern_of_own_stacks_is_applied_to_the_values_of_the_run() -> None:
+    """By hand: all queries and keys of the other run give the head's output, which alone is then put in."""
+    model, (clean, corrupted) = own_decoder(), pair("llama")
+    effects = headwise.patch(model, clean, corrupted, METRIC, what="pattern")
+
+    def metric(batch: dict[str, Tensor]) -> float:
+        with torch.no_grad():
+            return float(difference(clean, model(batch["input_ids"], mask=batch["attention_mask"])).mean())
+
+    before, reached = metric(corrupted), metric(clean)
+    for site, head in [(site, head) for site in attention_sites(model) for head in range(6)]:
+        module: Any = site.module
+        mixed = outputs_with_pattern(module, lambda: metric(clean), lambda: metric(corrupted))
+        hook = module.W_O.register_forward_pre_hook(replace_columns(mixed, slice(4 * head, 4 * head + 4)))
+        patched = metric(corrupted)
+        hook.remove()
+        expected = (patched - before) / (reached - before)
+        np.testing.assert_allclose(effects["self"][site.index, head], expected, **CLOSE)
+
+
+def outputs_with_pattern(module: Any, run_other: Any, run_this: Any) -> Tensor:
+    """What W_O is given in this run with all queries and keys of the other."""
+    kept: dict[nn.Module, Tensor] = {}
+    outputs: list[Tensor] = []
+    hooks = [
+        linear.register_forward_hook(lambda linear, args, output: kept.setdefault(linear, output))
+        for linear in (module.W_Q, module.W_K)
+    ]
+    hooks.append(module.W_O.register_forward_pre_hook(lambda _, args: outputs.append(args[0])))
+    run_other()
+    run_this()
+    for hook in hooks:
+        hook.remove()
+    return outputs[1]
+
+
+def replace_columns(source: Tensor, columns: slice) -> Any:
+    def hook(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor]:
+        x = args[0].clone()
+        x[..., columns] = source[..., columns]
+        return (x,)
+
+    return hook
+
+
+def test_layers_that_share_a_module_are_patched_one_by_one() -> None:
+    config = AlbertConfig(
+        vocab_size=VOCABULARY, embedding_size=8, hidden_size=20, num_hidden_layers=3, num_attention_heads=5,
+        intermediate_size=17, max_position_embeddings=64,
+    )  # fmt: skip
+    model, (clean, corrupted) = random_model(AlbertForMaskedLM(config)), pair("bert")
+    effects = headwise.patch(model, clean, corrupted, METRIC, heads={2: [3]})
+    linear = attention_sites(model)[0].module.dense
+    calls: list[Tensor] = []
+
+    def put(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor]:
+        calls.append(args[0])
+        x = args[0].clone()
+        if len(calls) == 6:  # the third layer's call in the second run
+            x[..., 12:16] = calls[2][..., 12:16]
+        return (x,)
+
+    with torch.no_grad():
+        hook = linear.register_forward_pre_hook(put)
+        reached, patched = (difference(clean, model(**batch).logits) for batch in (clean, corrupted))
+        hook.remove()
+        before = difference(clean, model(**corrupted).logits)
+    expected = float((patched - before).mean() / (reached - before).mean())
+    np.testing.assert_allclose(effects["self"][2, 3], expected, **CLOSE)
+    assert np.isfinite(effects["self"]).sum() == 1
+
+
+# ---- positions, padding, batches
+
+
+def cut(batch: dict[str, Tensor], row: int) -> dict[str, Tensor]:
+    """One prompt without its padding."""
+    real = batch["attention_mask"][row].bool()
+    return {"input_ids": batch["input_ids"][row : row + 1, real], "attention_mask": torch.ones(1, int(real.sum()))}
+
+
+@pytest.mark.parametrize("positions", [None, [1, -1], torch.tensor([0, 3, -2])])
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("what", ["output", "key"])
+def test_padded_prompts_give_the_effects_of_prompts_one_by_one(what: str, side: str, positions: Any) -> None:
+    model, (clean, corrupted) = build("llama"), pair("llama", side)
+    if side == "left":  # positions that do not count padding
+        for batch in (clean, corrupted):
+            batch["position_ids"] = (batch["attention_mask"].cumsum(1) - 1).clamp(min=0)
+    padded = headwise.patch(model, clean, corrupted, METRIC, what=what, positions=positions)
+    batches = [[cut(batch, row) for row in range(BATCH)] for batch in (clean, corrupted)]
+    apart = headwise.patch(model, *batches, METRIC, what=what, positions=positions)
+    np.testing.assert_allclose(padded["self"], apart["self"], **CLOSE)
+    np.testing.assert_allclose(padded.interval["self"], apart.interval["self"], **CLOSE)
+    assert padded.count == apart.count == BATCH
+
+
+@pytest.mark.parametrize("method", ["exact", "gradient"])
+def test_two_batches_give_the_pooled_effects_of_one(method: Any) -> None:
+    model, (clean, corrupted) = build("llama"), pair("llama")
+    whole = headwise.patch(model, clean, corrupted, METRIC, method=method, sample=0)
+    halves = [
+        [{name: x[rows] for name, x in batch.items()} for rows in (slice(0, 2), slice(2, 3))]
+        for batch in (clean, corrupted)
+    ]
+    pooled = headwise.patch(model, *halves, METRIC, method=method, sample=0)
+    np.testing.assert_allclose(whole["self"], pooled["self"], **CLOSE)
+    np.testing.assert_allclose(whole.scale, pooled.scale, **CLOSE)
+
+
+@pytest.mark.parametrize("what", KINDS)
+def test_heads_in_one_batch_give_the_effects_of_heads_one_by_one(what: str) -> None:
+    model, (clean, corrupted) = build("llama"), pair("llama")
+    batches: list[int] = []
+    hook = model.register_forward_pre_hook(
+        lambda _, args, kwargs: batches.append(len(kwargs["input_ids"])), with_kwargs=True
+    )
+    together = headwise.patch(model, clean, corrupted, METRIC, what=what)
+    assert max(batches) >= 4 * BATCH
+    batches.clear()
+    apart = headwise.patch(model, clean, corrupted, METRIC, what=what, memory=1)
+    assert set(batches) == {BATCH}
+    hook.remove()
+    np.testing.assert_allclose(together["self"], apart["self"], **CLOSE)
+
+
+@pytest.mark.parametrize("what", ["output", "query", "key", "value"])
+def test_chosen_positions_alone_are_patched(what: str) -> None:
+    model, (clean, corrupted) = build("llama"), pair("llama")
+    mask = torch.zeros(BATCH, 7, dtype=torch.bool)
+    mask[:, 2] = mask[:, 6] = True  # the second one is padding in two prompts
+    effects = headwise.patch(model, clean, corrupted, METRIC, what=what, positions=mask, heads={1: [2]})
+    site = attention_sites(model)[1]
+    with torch.no_grad():
+        before, reached = (difference(clean, model(**batch).logits) for batch in (corrupted, clean))
+    patched = value(clean, patched_output(model, corrupted, clean, site, what, [2], positions=mask))
+    np.testing.assert_allclose(
+        effects["self"][1, 2], float((patched - before).mean() / (reached - before).mean()), **CLOSE
+    )
+
+
+def test_padding_is_never_patched() -> None:
+    """A model whose metric reads the padding does not see what its heads did there in the other run."""
+    model, (clean, corrupted) = build("bert"), pair("bert")
+    corrupted["input_ids"][0, 5:] = 3  # tokens under the padding mask
+    effects = headwise.patch(model, clean, corrupted, lambda output: output.logits[:, :5].sum((1, 2)), heads={1: [0]})
+    at_padding = headwise.patch(
+        model, clean, corrupted, lambda output: output.logits[:, :5].sum((1, 2)) + 0 * output.logits[:, 5:].sum((1, 2)),
+        heads={1: [0]}, positions=torch.ones(BATCH, 7, dtype=torch.bool),
+    )  # fmt: skip
+    np.testing.assert_allclose(effects["self"][1, 0], at_padding["self"][1, 0], **CLOSE)
+
+    def padding_logits(output: Any) -> Tensor:
+        return output.logits[:1, 5:].sum().reshape(1)
+
+    only = {name: x[:1] for name, x in clean.items()}, {name: x[:1] for name, x in corrupted.items()}
+    last_layer = headwise.patch(model, *only, padding_logits, heads={1: True})
+    np.testing.assert_allclose(last_layer["self"][1], 0, atol=1e-9)
+
+
+def test_a_mean_over_a_set_is_put_in_place_of_the_other_run() -> None:
+    model, (clean, corrupted) = build("llama"), pair("llama")
+    effects = headwise.patch(
+        model, clean, corrupted, METRIC, direction="noise", mean_of=[corrupted, clean], heads={1: [3]}
+    )
+    linear = attention_sites(model)[1].module.o_proj
+    real = torch.cat([clean["attention_mask"], clean["attention_mask"]]).bool()
+    seen: list[Tensor] = []
+    with torch.no_grad():
+        hook = linear.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+        before, reached = (difference(clean, model(**batch).logits) for batch in (clean, corrupted))
+        hook.remove()
+        mean = torch.cat(seen)[real].mean(0)
+        hook = linear.register_forward_pre_hook(replace_columns(mean.expand(BATCH, 7, 24), slice(12, 16)))
+        patched = difference(clean, model(**clean).logits)
+        hook.remove()
+    expected = float((before - patched).mean() / (before - reached).mean())
+    np.testing.assert_allclose(effects["self"][1, 3], expected, **CLOSE)
+
+
+def test_a_metric_of_one_number_per_batch_has_no_intervals() -> None:
+    model, (clean, corrupted) = build("llama"), pair("llama")
+    mean = headwise.patch(model, clean, corrupted, lambda output: output.logits[:, 4, 5].mean(), heads={0: [1]})
+    each = headwise.patch(model, clean, corrupted, lambda output: output.logits[:, 4, 5], heads={0: [1]})
+    assert mean.count == 1 and np.isnan(mean.interval["self"]).all()
+    assert np.isfinite(each.interval["self"][:, 0, 1]).all()
+    np.testing.assert_allclose(mean["self"][0, 1], each["self"][0, 1], **CLOSE)
+
+
+# ---- real weights
+
+
+def test_smollm2_heads_that_move_the_indirect_object_restore_it() -> None:
+    tokenizer = headwise.tokenizer(str(smollm2()))
+    model = headwise.load(str(smollm2()))
+    clean = [
+        "When Mary and John went to the store, John gave a drink to",
+        "When Tom and James went to the park, James gave a ball to",
+    ]
+    corrupted = [
+        "When Mary and John went to the store, Anna gave a drink to",
+        "When Tom and James went to the park, Paul gave a ball to",
+    ]
+    metric = headwise.LogitDifference([" Mary", " Tom"], [" John", " James"])
+    heads = {23: [3, 5], 20: [0], 2: [4]}
+    options: Any = {"tokenizer": tokenizer, "heads": heads}
+    effects = headwise.patch(model, clean, corrupted, metric, **options)
+    assert [tuple(row[1:3]) for row in effects.strongest(2)] == [(23, 3), (20, 0)]
+    assert 0.5 < effects["self"][23, 3] < 1.2 and abs(effects["self"][2, 4]) < 0.1
+    assert effects.count == 2 and effects.metric == str(metric)
+    estimate = headwise.patch(model, clean, corrupted, metric, method="gradient", sample=0, **options)
+    assert estimate.correlation(effects) > 0.7
+    linear = model.model.layers[23].self_attn.o_proj
+    inputs = [tokenizer(texts, return_tensors="pt") for texts in (clean, corrupted)]
+    answers, others = ([tokenizer(x)["input_ids"][0] for x in tokens] for tokens in (metric.answers, metric.others))
+
+    def value_of(batch: Any) -> Tensor:
+        with torch.no_grad():
+            logits = model(**batch).logits[:, -1]
+        return (logits[range(2), answers] - logits[range(2), others]).mean()
+
+    seen: list[Tensor] = []
+    hook = linear.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    reached, before = value_of(inputs[0]), value_of(inputs[1])
+    hook.remove()
+    hook = linear.register_forward_pre_hook(replace_columns(seen[0], slice(3 * 64, 4 * 64)))
+    patched = value_of(inputs[1])
+    hook.remove()
+    # float32: logits of up to 30 units from 30 layers, differences of several units
+    np.testing.assert_allclose(effects["self"][23, 3], float((patched - before) / (reached - before)), atol=1e-3)
