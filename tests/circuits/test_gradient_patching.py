@@ -12,19 +12,21 @@ from torch import Tensor, nn
 import headwise
 from headwise.errors import HeadwiseError, UnsupportedError
 from headwise.models.structure.sites import attention_sites
-from helpers.patching_by_hand import BATCH, TWO_STACKS, attention_by_hand, build, pair, patched_output, random_model
+from helpers.patching_by_hand import (
+    BATCH,
+    KINDS,
+    METRIC,
+    TWO_STACKS,
+    attention_by_hand,
+    build,
+    difference,
+    pair,
+    patched_output,
+    random_model,
+)
 
 torch.set_num_threads(1)
-KINDS = ("output", "query", "key", "value", "pattern")
-METRIC = headwise.LogitDifference([5, 9, 14], [21, 7, 2])
 STEP = 1e-4  # of central differences in float64: their error is of the order of STEP ** 2 and of eps / STEP
-
-
-def differences(batch: dict[str, Tensor], logits: Tensor) -> Tensor:
-    mask = batch.get("decoder_attention_mask", batch["attention_mask"])
-    last = mask.shape[1] - 1 - mask.flip(1).argmax(1)
-    logits = logits[range(BATCH), last]
-    return logits[range(BATCH), METRIC.answers] - logits[range(BATCH), METRIC.others]
 
 
 @pytest.mark.parametrize("direction", ["denoise", "noise"])
@@ -37,11 +39,11 @@ def test_the_estimate_equals_finite_differences_of_a_small_patch(name: str, what
         model, clean, corrupted, METRIC, what=what, method="gradient", direction=direction, heads=True, sample=0
     )
     with torch.no_grad():
-        before, reached = (differences(clean, model(**batch).logits) for batch in (this, other))
+        before, reached = (difference(clean, model(**batch).logits) for batch in (this, other))
     for site in attention_sites(model):
         for head in (0, 2):
             ends = [
-                differences(clean, patched_output(model, this, other, site, what, [head], share).logits)
+                difference(clean, patched_output(model, this, other, site, what, [head], share).logits)
                 for share in (STEP, -STEP)
             ]
             slope = (ends[0] - ends[1]).mean() / (2 * STEP)
@@ -93,13 +95,13 @@ def test_integrated_gradients_are_gradients_at_interpolated_embeddings() -> None
     with attention_by_hand(model, keep):
         for x in ends:
             logits = model(inputs_embeds=x, attention_mask=clean["attention_mask"]).logits
-            values.append(differences(clean, logits).mean().item())
+            values.append(difference(clean, logits).mean().item())
             kept.append([outputs[site.module].detach() for site in attention_sites(model)])
         for share in (1 / 6, 3 / 6, 5 / 6):
             x = ends[0] + share * (ends[1] - ends[0])
             logits = model(inputs_embeds=x, attention_mask=clean["attention_mask"]).logits
             sites = [outputs[site.module] for site in attention_sites(model)]
-            gradients = torch.autograd.grad(differences(clean, logits).mean(), sites)
+            gradients = torch.autograd.grad(difference(clean, logits).mean(), sites)
             for i, gradient in enumerate(gradients):
                 change = (kept[1][i] - kept[0][i]) * clean["attention_mask"][:, None, :, None]
                 totals[i] += (change * gradient).sum((0, 2, 3)).numpy() / 3

@@ -12,35 +12,32 @@ from transformers import AlbertConfig, AlbertForMaskedLM
 
 import headwise
 from headwise.models.structure.sites import Site, attention_sites
-from helpers.patching_by_hand import BATCH, SINGLE, TWO_STACKS, VOCABULARY, build, pair, patched_output, random_model
+from helpers.patching_by_hand import (
+    KINDS,
+    METRIC,
+    SINGLE,
+    TWO_STACKS,
+    VOCABULARY,
+    build,
+    difference,
+    pair,
+    patched_output,
+    random_model,
+    replace_columns,
+)
 from helpers.real_weights import smollm2
 
 torch.set_num_threads(1)
-KINDS = ("output", "query", "key", "value", "pattern")
-METRIC = headwise.LogitDifference([5, 9, 14], [21, 7, 2])
 # float64 rounding of logits of a few units, divided by differences of the metric that are not much smaller
 CLOSE = {"rtol": 1e-9, "atol": 1e-9}
-
-
-def value(batch: dict[str, Tensor], output: Any) -> Tensor:
-    return difference(batch, output.logits)
-
-
-def difference(batch: dict[str, Tensor], logits: Tensor) -> Tensor:
-    """The logit difference at each prompt's last token."""
-    mask = batch.get("decoder_attention_mask", batch.get("attention_mask"))
-    assert mask is not None
-    last = mask.shape[1] - 1 - mask.flip(1).argmax(1)
-    logits = logits[range(BATCH), last]
-    return logits[range(BATCH), METRIC.answers] - logits[range(BATCH), METRIC.others]
 
 
 def share_by_hand(model: Any, name: str, site: Site, what: str, heads: list[int], direction: str = "denoise") -> float:
     clean, corrupted = pair(name)
     this, other = (corrupted, clean) if direction == "denoise" else (clean, corrupted)
     with torch.no_grad():
-        before, reached = value(clean, model(**this)), value(clean, model(**other))
-    patched = value(clean, patched_output(model, this, other, site, what, heads))
+        before, reached = (difference(clean, model(**batch).logits) for batch in (this, other))
+    patched = difference(clean, patched_output(model, this, other, site, what, heads).logits)
     return float((patched - before).mean() / (reached - before).mean())
 
 
@@ -225,15 +222,6 @@ def outputs_with_pattern(module: Any, run_other: Any, run_this: Any) -> Tensor:
     return outputs[1]
 
 
-def replace_columns(source: Tensor, columns: slice) -> Any:
-    def hook(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor]:
-        x = args[0].clone()
-        x[..., columns] = source[..., columns]
-        return (x,)
-
-    return hook
-
-
 def test_layers_that_share_a_module_are_patched_one_by_one() -> None:
     config = AlbertConfig(
         vocab_size=VOCABULARY, embedding_size=8, hidden_size=20, num_hidden_layers=3, num_attention_heads=5,
@@ -259,123 +247,6 @@ def test_layers_that_share_a_module_are_patched_one_by_one() -> None:
     expected = float((patched - before).mean() / (reached - before).mean())
     np.testing.assert_allclose(effects["self"][2, 3], expected, **CLOSE)
     assert np.isfinite(effects["self"]).sum() == 1
-
-
-# ---- positions, padding, batches
-
-
-def cut(batch: dict[str, Tensor], row: int) -> dict[str, Tensor]:
-    """One prompt without its padding."""
-    real = batch["attention_mask"][row].bool()
-    return {"input_ids": batch["input_ids"][row : row + 1, real], "attention_mask": torch.ones(1, int(real.sum()))}
-
-
-@pytest.mark.parametrize("positions", [None, [1, -1], torch.tensor([0, 3, -2])])
-@pytest.mark.parametrize("side", ["right", "left"])
-@pytest.mark.parametrize("what", ["output", "key"])
-def test_padded_prompts_give_the_effects_of_prompts_one_by_one(what: str, side: str, positions: Any) -> None:
-    model, (clean, corrupted) = build("llama"), pair("llama", side)
-    if side == "left":  # positions that do not count padding
-        for batch in (clean, corrupted):
-            batch["position_ids"] = (batch["attention_mask"].cumsum(1) - 1).clamp(min=0)
-    padded = headwise.patch(model, clean, corrupted, METRIC, what=what, positions=positions)
-    batches = [[cut(batch, row) for row in range(BATCH)] for batch in (clean, corrupted)]
-    apart = headwise.patch(model, *batches, METRIC, what=what, positions=positions)
-    np.testing.assert_allclose(padded["self"], apart["self"], **CLOSE)
-    np.testing.assert_allclose(padded.interval["self"], apart.interval["self"], **CLOSE)
-    assert padded.count == apart.count == BATCH
-
-
-@pytest.mark.parametrize("method", ["exact", "gradient"])
-def test_two_batches_give_the_pooled_effects_of_one(method: Any) -> None:
-    model, (clean, corrupted) = build("llama"), pair("llama")
-    whole = headwise.patch(model, clean, corrupted, METRIC, method=method, sample=0)
-    halves = [
-        [{name: x[rows] for name, x in batch.items()} for rows in (slice(0, 2), slice(2, 3))]
-        for batch in (clean, corrupted)
-    ]
-    pooled = headwise.patch(model, *halves, METRIC, method=method, sample=0)
-    np.testing.assert_allclose(whole["self"], pooled["self"], **CLOSE)
-    np.testing.assert_allclose(whole.scale, pooled.scale, **CLOSE)
-
-
-@pytest.mark.parametrize("what", KINDS)
-def test_heads_in_one_batch_give_the_effects_of_heads_one_by_one(what: str) -> None:
-    model, (clean, corrupted) = build("llama"), pair("llama")
-    batches: list[int] = []
-    hook = model.register_forward_pre_hook(
-        lambda _, args, kwargs: batches.append(len(kwargs["input_ids"])), with_kwargs=True
-    )
-    together = headwise.patch(model, clean, corrupted, METRIC, what=what)
-    assert max(batches) >= 4 * BATCH
-    batches.clear()
-    apart = headwise.patch(model, clean, corrupted, METRIC, what=what, memory=1)
-    assert set(batches) == {BATCH}
-    hook.remove()
-    np.testing.assert_allclose(together["self"], apart["self"], **CLOSE)
-
-
-@pytest.mark.parametrize("what", ["output", "query", "key", "value"])
-def test_chosen_positions_alone_are_patched(what: str) -> None:
-    model, (clean, corrupted) = build("llama"), pair("llama")
-    mask = torch.zeros(BATCH, 7, dtype=torch.bool)
-    mask[:, 2] = mask[:, 6] = True  # the second one is padding in two prompts
-    effects = headwise.patch(model, clean, corrupted, METRIC, what=what, positions=mask, heads={1: [2]})
-    site = attention_sites(model)[1]
-    with torch.no_grad():
-        before, reached = (difference(clean, model(**batch).logits) for batch in (corrupted, clean))
-    patched = value(clean, patched_output(model, corrupted, clean, site, what, [2], positions=mask))
-    np.testing.assert_allclose(
-        effects["self"][1, 2], float((patched - before).mean() / (reached - before).mean()), **CLOSE
-    )
-
-
-def test_padding_is_never_patched() -> None:
-    """A model whose metric reads the padding does not see what its heads did there in the other run."""
-    model, (clean, corrupted) = build("bert"), pair("bert")
-    corrupted["input_ids"][0, 5:] = 3  # tokens under the padding mask
-    effects = headwise.patch(model, clean, corrupted, lambda output: output.logits[:, :5].sum((1, 2)), heads={1: [0]})
-    at_padding = headwise.patch(
-        model, clean, corrupted, lambda output: output.logits[:, :5].sum((1, 2)) + 0 * output.logits[:, 5:].sum((1, 2)),
-        heads={1: [0]}, positions=torch.ones(BATCH, 7, dtype=torch.bool),
-    )  # fmt: skip
-    np.testing.assert_allclose(effects["self"][1, 0], at_padding["self"][1, 0], **CLOSE)
-
-    def padding_logits(output: Any) -> Tensor:
-        return output.logits[:1, 5:].sum().reshape(1)
-
-    only = {name: x[:1] for name, x in clean.items()}, {name: x[:1] for name, x in corrupted.items()}
-    last_layer = headwise.patch(model, *only, padding_logits, heads={1: True})
-    np.testing.assert_allclose(last_layer["self"][1], 0, atol=1e-9)
-
-
-def test_a_mean_over_a_set_is_put_in_place_of_the_other_run() -> None:
-    model, (clean, corrupted) = build("llama"), pair("llama")
-    effects = headwise.patch(
-        model, clean, corrupted, METRIC, direction="noise", mean_of=[corrupted, clean], heads={1: [3]}
-    )
-    linear = attention_sites(model)[1].module.o_proj
-    real = torch.cat([clean["attention_mask"], clean["attention_mask"]]).bool()
-    seen: list[Tensor] = []
-    with torch.no_grad():
-        hook = linear.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
-        before, reached = (difference(clean, model(**batch).logits) for batch in (clean, corrupted))
-        hook.remove()
-        mean = torch.cat(seen)[real].mean(0)
-        hook = linear.register_forward_pre_hook(replace_columns(mean.expand(BATCH, 7, 24), slice(12, 16)))
-        patched = difference(clean, model(**clean).logits)
-        hook.remove()
-    expected = float((before - patched).mean() / (before - reached).mean())
-    np.testing.assert_allclose(effects["self"][1, 3], expected, **CLOSE)
-
-
-def test_a_metric_of_one_number_per_batch_has_no_intervals() -> None:
-    model, (clean, corrupted) = build("llama"), pair("llama")
-    mean = headwise.patch(model, clean, corrupted, lambda output: output.logits[:, 4, 5].mean(), heads={0: [1]})
-    each = headwise.patch(model, clean, corrupted, lambda output: output.logits[:, 4, 5], heads={0: [1]})
-    assert mean.count == 1 and np.isnan(mean.interval["self"]).all()
-    assert np.isfinite(each.interval["self"][:, 0, 1]).all()
-    np.testing.assert_allclose(mean["self"][0, 1], each["self"][0, 1], **CLOSE)
 
 
 # ---- real weights

@@ -17,11 +17,10 @@ from headwise.errors import CheckpointError, HeadwiseError, ShapeError, Unsuppor
 from headwise.models import multihead
 from headwise.models.hooks import has_hooks
 from headwise.models.watching import known_modules, registry
-from helpers.patching_by_hand import VOCABULARY, build, pair, random_model
+from helpers.patching_by_hand import METRIC, VOCABULARY, build, pair, random_model
 from helpers.undeclared_models import WIDTH, NanoGPTFlash
 
 torch.set_num_threads(1)
-METRIC = headwise.LogitDifference([5, 9, 14], [21, 7, 2])
 
 
 class Stop(Exception):

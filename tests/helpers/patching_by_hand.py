@@ -25,10 +25,13 @@ from transformers import (
 from transformers.masking_utils import eager_mask
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
+import headwise
 from headwise.models.structure.sites import Site
 
 VOCABULARY, BATCH, LENGTH, SOURCE = 31, 3, 7, 11
 NAME = "by_hand"
+KINDS = ("output", "query", "key", "value", "pattern")
+METRIC = headwise.LogitDifference([5, 9, 14], [21, 7, 2])
 Change = Callable[[nn.Module, str, Tensor], Tensor]  # (module, what, (B, heads, T, width)) -> another
 
 SINGLE: dict[str, Callable[[], Any]] = {
@@ -182,3 +185,22 @@ def patched_output(
             model(**other)
         with attention_by_hand(model, replace):
             return model(**this)
+
+
+def difference(batch: dict[str, Tensor], logits: Tensor) -> Tensor:
+    """METRIC: the logit difference at each prompt's last token."""
+    mask = batch.get("decoder_attention_mask", batch["attention_mask"])
+    last = mask.shape[1] - 1 - mask.flip(1).argmax(1)
+    logits = logits[range(BATCH), last]
+    return logits[range(BATCH), METRIC.answers] - logits[range(BATCH), METRIC.others]
+
+
+def replace_columns(source: Tensor, columns: slice) -> Any:
+    """A hook before a linear layer that replaces some of its input's columns."""
+
+    def hook(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor]:
+        x = args[0].clone()
+        x[..., columns] = source[..., columns]
+        return (x,)
+
+    return hook

@@ -6,7 +6,7 @@ give, and inputs that are floating-point numbers, are interpolated.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ from ..errors import HeadwiseError, UnsupportedError
 from ..models.batches import batch_size, run
 from ..models.hooks import Hooks
 from ..models.structure.sites import Site
-from .activations import Visit
+from .activations import Kept, Visit
 from .inputs import named_tensors
 from .patch_runs import Baseline, PatchRuns, SiteShape, site_shape
 
@@ -37,50 +37,60 @@ def estimate_pair(runs: PatchRuns, number: int, steps: int) -> Estimate:
     """
     this, other = runs.this(number), runs.other(number)
     embeddings = _Embeddings(runs.model) if steps > 1 else None
-    with embeddings.recording("other") if embeddings is not None else nullcontext():
-        other_output, kept = runs.record(number, runs.sites)
-    with torch.no_grad():
-        other_value = runs.measure(other_output, number)[0]
-    del other_output
-    differences: dict[Site, Tensor] = {}
-    shapes: dict[Site, SiteShape] = {}
-
-    def note_difference(visit: Visit) -> None:
-        with torch.no_grad():
-            value = visit.value.detach()
-            difference = runs.replacement(visit._replace(value=value), kept) - value
-            mask = runs.mask(visit, number)
-            differences[visit.site] = difference if mask is None else difference * mask[..., None, None]
-        shapes[visit.site] = site_shape(visit)
-
+    with nullcontext() if embeddings is None else embeddings.recording("other"):
+        output, kept = runs.record(number, runs.sites)
+    other_value = runs.measure(output, number)[0].detach()
+    del output
+    differences = _Differences(runs, number, kept)
     if embeddings is None:
-        this_value, gradients = _gradients(runs, number, this, note_difference)
+        this_value, gradients = _gradients(runs, number, this, differences.add)
     else:
-        with torch.no_grad(), runs.visiting(note_difference), embeddings.recording("this"):
+        with torch.no_grad(), runs.visiting(differences.add), embeddings.recording("this"):
             this_value = runs.measure(run(runs.model, this), number)[0]
         embeddings.check(this, other)
         gradients = {}
         for step in range(steps):
             share = (step + 0.5) / steps
             with embeddings.interpolated(share):
-                point = _interpolate(this, other, share)
-                _, new = _gradients(runs, number, point, None)
+                _, new = _gradients(runs, number, _interpolate(this, other, share))
             gradients = {site: x / steps + gradients.get(site, 0) for site, x in new.items()}
-    size = len(this_value)
-    changes = {}
-    for site, difference in differences.items():
-        product = (difference.float() if difference.dtype.itemsize < 4 else difference) * gradients[site]
-        rows = product.sum((1, 3))  # (B, heads)
-        if len(rows) % batch_size(this):
-            raise UnsupportedError(
-                f'{site} attends on {len(rows)} sequences for {batch_size(this)} prompts; use method="exact"'
-            )
-        changes[site] = rows.unflatten(0, (size, -1)).sum(1)
-    return Estimate(Baseline(this_value, other_value, shapes), changes)
+    changes = {site: differences.times(site, gradient, len(this_value)) for site, gradient in gradients.items()}
+    return Estimate(Baseline(this_value, other_value, differences.shapes), changes)
 
 
-def _gradients(runs: PatchRuns, number: int, batch: Any, note: Any) -> tuple[Tensor, dict[Site, Tensor]]:
-    """The metric (B,), and its gradient with respect to every layer's activations."""
+class _Differences:
+    """Between the activations of the two runs of a pair."""
+
+    def __init__(self, runs: PatchRuns, number: int, kept: Mapping[Site, Kept]) -> None:
+        self.shapes: dict[Site, SiteShape] = {}
+        self._runs, self._number, self._kept = runs, number, kept
+        self._values: dict[Site, Tensor] = {}  # (B, T, heads, width)
+        self._masks: dict[Site, Tensor | None] = {}
+
+    @torch.no_grad()
+    def add(self, visit: Visit) -> None:
+        """Note the difference at a layer that runs on this input."""
+        self.shapes[visit.site] = site_shape(visit)
+        self._values[visit.site] = self._runs.replacement(visit, self._kept) - visit.value
+        self._masks[visit.site] = self._runs.mask(visit, self._number)
+
+    def times(self, site: Site, gradient: Tensor, rows: int) -> Tensor:
+        """(rows, heads): the product with a gradient, summed over each prompt's tokens."""
+        exact = torch.promote_types(gradient.dtype, torch.float32)
+        product = (self._values[site].to(exact) * gradient.to(exact)).sum(-1)  # (B, T, heads)
+        mask = self._masks[site]
+        if mask is not None:
+            product = torch.where(mask[..., None], product, 0)  # a fully masked row may be NaN
+        size = batch_size(self._runs.this(self._number))
+        if len(product) % size:
+            raise UnsupportedError(f'{site} attends on {len(product)} sequences for {size} prompts; use method="exact"')
+        return product.sum(1).unflatten(0, (rows, -1)).sum(1)
+
+
+def _gradients(
+    runs: PatchRuns, number: int, batch: Any, note: Callable[[Visit], None] | None = None
+) -> tuple[Tensor, dict[Site, Tensor]]:
+    """The metric (B,), and its gradient with respect to every layer's activations; note: sees these too."""
     values: dict[Site, Tensor] = {}
 
     def visitor(visit: Visit) -> Tensor:

@@ -163,16 +163,18 @@ def mean_activations(runs: PatchRuns, batches: Sequence[Any]) -> dict[Site, Tens
 def is_repeatable(batch: Any, output: Any) -> bool:
     """Whether several copies of a batch can run as one batch: every tensor, in and out, has one row per prompt.
 
-    A square matrix beside other inputs may be a mask that all prompts share.
+    A square matrix of numbers or flags beside other inputs may be a mask that all prompts share; one in the output may
+    compare the prompts with each other.
     """
     size = batch_size(batch)
-    tensors = list(named_tensors(batch).values())
-    for x in tensors:
-        if x.dim() == 0 or len(x) != size or (x.dim() == 3 and not x.is_floating_point()):
+    inputs, outputs = list(named_tensors(batch).values()), tensors_of(output)
+    for x in inputs:
+        shared = len(inputs) > 1 and tuple(x.shape) == (size, size) and (x.is_floating_point() or x.dtype == torch.bool)
+        by_axis = x.dim() == 3 and not x.is_floating_point()  # positions by time, height and width: (3, B, T)
+        if shared or by_axis:
             return False
-        if not isinstance(batch, Mapping) and len(tensors) > 1 and tuple(x.shape) == (size, size):
-            return False
-    return all(x.dim() > 0 and len(x) == size for x in tensors_of(output))
+    matrix = any(tuple(x.shape) == (size, size) for x in outputs)
+    return not matrix and all(x.dim() > 0 and len(x) == size for x in [*inputs, *outputs])
 
 
 def repeat_batch(batch: Any, copies: int) -> Any:

@@ -49,8 +49,8 @@ def sweep(
             progress(done, total)
         missing = [target for target in targets if target not in values]
         copies = _copies(runs.this(number), baseline, memory)
-        for window in _windows(missing, baseline.shapes, memory):
-            _, kept = runs.record(number, {target.site for target in window})
+        for window in [missing] if runs.means else _windows(missing, baseline.shapes, memory):
+            kept = {} if runs.means else runs.record(number, {target.site for target in window})[1]
             for first in range(0, len(window), copies):
                 chunk = window[first : first + copies]
                 new = dict(zip(chunk, _run_patched(runs, number, chunk, kept).cpu().unbind(0), strict=True))
