@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import AlbertConfig, AlbertForMaskedLM
 
 import headwise
+from headwise.models.batches import run
 from headwise.models.structure.sites import Site, attention_sites
 from helpers.patching_by_hand import (
     KINDS,
@@ -140,6 +141,53 @@ def test_patching_torch_encoders_equals_their_definition(what: str) -> None:
             patched = first_number(HandEncoder(model, put)(y, padding)).mean()
             expected = float((patched - corrupted) / (clean - corrupted))
             np.testing.assert_allclose(effects["self"][tuple(place)], expected, **CLOSE)
+
+
+@pytest.mark.parametrize("what", KINDS)
+def test_encoder_decoders_of_torch_equal_those_whose_attention_is_replaced(what: str) -> None:
+    """The same model with headwise's modules in it, which hand over their heads in another way."""
+    model = random_model(nn.Transformer(12, 3, 1, 2, 17, batch_first=True))
+    source, target = torch.randn(2, 5, 7, 12, dtype=torch.float64), torch.randn(2, 5, 11, 12, dtype=torch.float64)
+    padding = torch.arange(7).expand(5, 7) >= torch.tensor([7, 5, 7, 6, 3])[:, None]
+    inputs = [
+        {"src": source[i], "tgt": target[i], "src_key_padding_mask": padding, "memory_key_padding_mask": padding}
+        for i in range(2)
+    ]
+    effects = headwise.patch(model, *inputs, first_number, what=what)
+    assert {kind: table.shape for kind, table in effects.items()} == {
+        "encoder": (1, 3), "decoder": (2, 3), "cross": (2, 3),
+    }  # fmt: skip
+    headwise.replace_attention(model)
+    replaced = headwise.patch(model, *inputs, first_number, what=what)
+    for kind in effects:
+        np.testing.assert_allclose(effects[kind], replaced[kind], **CLOSE)
+        assert np.abs(effects[kind]).min() > 1e-9
+
+
+def test_cross_attention_of_own_stacks_is_patched() -> None:
+    heads = headwise.Heads(width=24, query=6, kv=2, dim=4)
+    shape = headwise.Shape(
+        layers=1, decoder_layers=1, heads=heads, ffn=17, vocab=VOCABULARY, positions="sinusoidal", head="tied"
+    )
+    model, (clean, corrupted) = random_model(headwise.Transformer(shape)), pair("t5")
+    effects = headwise.patch(model, clean, corrupted, METRIC, what="value", heads={("cross", 0): [4]})
+    module: Any = next(site for site in attention_sites(model) if site.kind == "cross").module
+    kept: list[Tensor] = []
+    with torch.no_grad():
+        hook = module.W_O.register_forward_pre_hook(lambda _, args: kept.append(args[0]))
+        value_hook = module.W_V.register_forward_hook(lambda _, args, output: kept.append(output))
+        reached = difference(clean, run(model, clean))
+        value_hook.remove()
+        value_hook = module.W_V.register_forward_hook(lambda *args: kept[0])
+        run(model, corrupted)  # all heads with the other values: the fifth one's output is then put in alone
+        value_hook.remove()
+        hook.remove()
+        before = difference(clean, run(model, corrupted))
+        hook = module.W_O.register_forward_pre_hook(replace_columns(kept[2], slice(16, 20)))
+        patched = difference(clean, run(model, corrupted))
+        hook.remove()
+    expected = float((patched - before).mean() / (reached - before).mean())
+    np.testing.assert_allclose(effects["cross"][0, 4], expected, **CLOSE)
 
 
 def own_decoder() -> Any:
