@@ -48,6 +48,7 @@ _LOCATIONS = {
     "inspect": "inspection.run",
     "load": "models.loading.loader",
     "mask_heads": "models.intervene.masking",
+    "patch": "circuits.patching",
     "plan": "prune.plan",
     "prune": "prune",
     "prune_heads": "models.surgery.removal",
@@ -98,6 +99,7 @@ if TYPE_CHECKING:
     from .circuits.attribution import attribute as attribute
     from .circuits.effects import Effects as Effects
     from .circuits.metric import LogitDifference as LogitDifference
+    from .circuits.patching import patch as patch
     from .errors import CacheError as CacheError
     from .errors import CheckpointError as CheckpointError
     from .errors import HeadwiseError as HeadwiseError

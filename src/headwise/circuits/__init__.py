@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from .attribution import attribute as attribute
     from .effects import Effects as Effects
     from .metric import LogitDifference as LogitDifference
+    from .patching import patch as patch
     from .tasks.prompt_pairs import PromptPairs as PromptPairs
     from .tasks.prompt_pairs import task as task
     from .tasks.registry import task_names as task_names
@@ -22,6 +23,7 @@ _MODULES = {
     "LogitDifference": "metric",
     "PromptPairs": "tasks.prompt_pairs",
     "attribute": "attribution",
+    "patch": "patching",
     "task": "tasks.prompt_pairs",
     "task_names": "tasks.registry",
 }
