@@ -13,6 +13,7 @@ _LOCATIONS = {
     "Atlas": "roles.atlas.result",
     "CacheError": "errors",
     "CheckpointError": "errors",
+    "Circuit": "circuits.circuit_result",
     "Decoder": "attention.nn.stack",
     "Effects": "circuits.effects",
     "Encoder": "attention.nn.stack",
@@ -41,6 +42,7 @@ _LOCATIONS = {
     "attend": "attention.functional",
     "attribute": "circuits.attribution",
     "card": "card",
+    "circuit": "circuits.circuit",
     "circuits": "circuits",
     "explain": "attention.functional",
     "head_stats": "attention.functional",
@@ -97,6 +99,8 @@ if TYPE_CHECKING:
     from .attention.nn.stack import TransformerBlock as TransformerBlock
     from .attention.stats import HeadStats as HeadStats
     from .circuits.attribution import attribute as attribute
+    from .circuits.circuit import circuit as circuit
+    from .circuits.circuit_result import Circuit as Circuit
     from .circuits.effects import Effects as Effects
     from .circuits.metric import LogitDifference as LogitDifference
     from .circuits.patching import patch as patch

@@ -11,6 +11,7 @@ from ..lazy import lazy_names
 
 if TYPE_CHECKING:
     from .attribution import attribute as attribute
+    from .circuit_result import Circuit as Circuit
     from .effects import Effects as Effects
     from .metric import LogitDifference as LogitDifference
     from .patching import patch as patch
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from .tasks.registry import task_names as task_names
 
 _MODULES = {
+    "Circuit": "circuit_result",
     "Effects": "effects",
     "LogitDifference": "metric",
     "PromptPairs": "tasks.prompt_pairs",

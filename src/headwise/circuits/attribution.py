@@ -18,7 +18,7 @@ from ..models.structure.wrappers import inner_model
 from .effects import EffectLayer, Effects, EffectsAbout
 from .inputs import model_batches, named_tensors
 from .metric import LogitDifference, Measure, Metric
-from .residual_stream import ResidualStream, StreamPass, Writer, residual_stream, run_cut
+from .residual_stream import ResidualStream, StreamPass, leaf_of, residual_stream, run_cut
 
 Progress = Callable[[int, int], None]  # steps done, steps in all
 # the difference between the metric and the sum of its parts, relative to the sum of their absolute values
@@ -143,7 +143,7 @@ def _add_batch(totals: _Totals, model: nn.Module, stream: ResidualStream, cut: S
     """Add the parts of one batch; the metric has one value per prompt, or one for all of them."""
     assert cut.values is not None
     values, size = cut.values, len(cut.values)
-    leaves = [_leaf(cut, writer) for writer in stream.writers]
+    leaves = [leaf_of(cut, writer) for writer in stream.writers]
     norms = list(cut.norms.values())
     gradients: list[Tensor | None] = list(
         torch.autograd.grad(
@@ -192,11 +192,6 @@ def _add_batch(totals: _Totals, model: nn.Module, stream: ResidualStream, cut: S
 def _per_prompt(a: Tensor, b: Tensor) -> Tensor:
     """(B,): the sums of products of (B, ...), in float64."""
     return (a.double() * b).flatten(1).sum(1)
-
-
-def _leaf(cut: StreamPass, writer: Writer) -> Tensor:
-    place = writer.place.module, writer.place.number
-    return cut.leaves[place] if place in cut.leaves else cut.parameters[writer.place.name]
 
 
 def _head_parts(model: nn.Module, site: Site, heads: Tensor, gradient: Tensor, rows: int) -> tuple[Tensor, Tensor]:

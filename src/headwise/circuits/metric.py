@@ -84,6 +84,11 @@ class Measure:
             raise HeadwiseError(f"the metric ({self.words}) is not a finite number; check the model's output for NaN")
         return values
 
+    def first_prompt(self) -> LogitDifference:
+        """The same logit difference for the first prompt alone."""
+        others = None if self._others is None else int(self._others[0])
+        return LogitDifference(int(self._answers[0]), others)
+
     def _measure(self, output: Any, number: int) -> Tensor:
         batch = self._batches[number]
         if isinstance(self._metric, LogitDifference):

@@ -43,7 +43,7 @@ class ResidualStream:
     writers: tuple[Writer, ...]
     norms: frozenset[tuple[nn.Module, int]]  # calls of norms on the way to the output, held at their actual scale
     final_norm: tuple[nn.Module, int] | None  # the one whose output the output layers read
-    readers: frozenset[nn.Module]  # norms and linear layers in the blocks that are not on the way to the output
+    readers: frozenset[nn.Module]  # norms, and linear layers in the blocks, that are not on the way to the output
     output_layers: frozenset[nn.Module]  # linear layers beside the blocks
     nonlinear: str | None  # an operation between the stream and the metric that is not linear
     has_constant: bool  # whether a constant, such as an output bias, is added there
@@ -107,11 +107,17 @@ def residual_stream(
     return stream
 
 
+def leaf_of(cut: StreamPass, writer: Writer) -> Tensor:
+    """The leaf of a writer in a pass."""
+    place = writer.place.module, writer.place.number
+    return cut.leaves[place] if place in cut.leaves else cut.parameters[writer.place.name]
+
+
 def run_cut(
     model: nn.Module, sites: list[Site], stream: ResidualStream, run: Callable[[Any], Tensor], batch: Any
 ) -> StreamPass:
     """One pass in which the writers' outputs are leaves."""
-    return _Cut(model, sites, stream).run(run, batch)
+    return CutPass(model, sites, stream).run(run, batch)
 
 
 class _StreamHooks:
@@ -228,7 +234,7 @@ class _Probe(_StreamHooks):
         if x is None or not x.is_floating_point():
             return None
         if not x.requires_grad:
-            is_source = isinstance(output, Tensor) and self.may_write(call) and not _is_inside(call.name, self.blocks)
+            is_source = isinstance(output, Tensor) and self.may_write(call) and not is_inside(call.name, self.blocks)
             if not is_source or x.dim() < 2:
                 return None
             leaf = self.leaf(x)
@@ -249,7 +255,7 @@ class _Probe(_StreamHooks):
         self.graph.tensors.append(leaf)
 
 
-class _Cut(_StreamHooks):
+class CutPass(_StreamHooks):
     """A pass with the writers of a known stream as leaves."""
 
     def __init__(self, model: nn.Module, sites: list[Site], stream: ResidualStream) -> None:
@@ -262,10 +268,10 @@ class _Cut(_StreamHooks):
     def run(self, run: Callable[[Any], Tensor], batch: Any) -> StreamPass:
         loose = {writer.place.name for writer in self.stream.writers if writer.place.module is self.model}
         batch, self.result.parameters = _loose_leaves(self.model, self.blocks, batch, loose)
-        self.result.values = self.run_with(self._set_hooks, run, batch)
+        self.result.values = self.run_with(self.set_hooks, run, batch)
         return self.result
 
-    def _set_hooks(self) -> None:
+    def set_hooks(self) -> None:
         self.follow_heads(self._store_heads)
         writing = {module for module, _ in self.written} - {self.model}
         on_way = {module for module, _ in self.stream.norms}
@@ -275,6 +281,10 @@ class _Cut(_StreamHooks):
             self.hooks.after(module, _sparsely)
         for module in self.stream.readers:  # what they lead to needs no graph: it ends in a writer
             self.hooks.before(module, _detach)
+
+    def leaf_of(self, writer: Writer) -> Tensor:
+        """The leaf of a writer in the last pass."""
+        return leaf_of(self.result, writer)
 
     def _store_heads(self, site: Site, x: Tensor) -> None:
         self.result.heads[site] = x.detach()
@@ -340,7 +350,7 @@ def _loose_leaves(
     leaves: dict[str, Tensor] = {}
     for module_name, module in model.named_modules():
         plain = isinstance(module, (nn.Linear, nn.Embedding, nn.modules.conv._ConvNd, nn.MultiheadAttention))
-        if plain or _is_inside(module_name, blocks):
+        if plain or is_inside(module_name, blocks):
             continue
         for name, parameter in module.named_parameters(recurse=False):
             path = f"{module_name}.{name}".lstrip(".")
@@ -354,7 +364,7 @@ def _loose_leaves(
     return _with_tensors(batch, inputs), {**leaves, **inputs}
 
 
-def _is_inside(name: str, blocks: set[str]) -> bool:
+def is_inside(name: str, blocks: set[str]) -> bool:
     """Whether a module is one of the blocks, or inside of one."""
     return any((name + ".").startswith(block + ".") for block in blocks)
 
@@ -394,13 +404,19 @@ def _stream(sites: list[Site], probe: _Probe, reading: StreamReading) -> Residua
     writers.sort(key=lambda writer: probe.place_in_order(writer.place))
     norms = frozenset((call.module, call.number) for call in reading.norms)
     on_way = {module for module, _ in norms} | {writer.place.module for writer in writers}
-    linear = {module for module in probe.model.modules() if isinstance(module, nn.Linear)}
-    readers = linear | {call.module for call in probe.graph.norms.values()}
-    inside = {module for module in readers - on_way if _is_inside(probe.names[module], probe.blocks)}
+    on_way |= {call.module for call in reading.output_norms}
+    linear = {module for module in probe.model.modules() if isinstance(module, nn.Linear)} - on_way
+    inside = {module for module in linear if is_inside(probe.names[module], probe.blocks)}
+    readers = inside | {call.module for call in probe.graph.norms.values()} - on_way
     final = None if reading.final_norm is None else (reading.final_norm.module, reading.final_norm.number)
-    beside = {module for module in linear - on_way if not _is_inside(probe.names[module], probe.blocks)}
     return ResidualStream(
-        tuple(writers), norms, final, frozenset(inside), frozenset(beside), reading.nonlinear, reading.has_constant
+        tuple(writers),
+        norms,
+        final,
+        frozenset(readers),
+        frozenset(linear - inside),
+        reading.nonlinear,
+        reading.has_constant,
     )
 
 

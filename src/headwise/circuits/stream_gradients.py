@@ -21,31 +21,39 @@ class NormForm(NamedTuple):
     beta: Tensor | None
     centred: bool
 
+    def scale(self, x: Tensor, y: Tensor) -> Tensor:
+        """The actual scale of each token, (..., 1)."""
+        direction = self.centre(x) if self.gamma is None else self.centre(x) * self.gamma
+        target = y if self.beta is None else y - self.beta
+        size = (direction * direction).sum(-1, keepdim=True).clamp(min=torch.finfo(x.dtype).tiny)
+        return (target * direction).sum(-1, keepdim=True) / size
+
     def slope(self, x: Tensor, y: Tensor) -> Tensor:
         """dy/dx at the actual scale, elementwise: gamma * scale, (..., d)."""
-        direction = self._direction(x)
-        target = y if self.beta is None else y - self.beta
-        scale = (target * direction).sum(-1, keepdim=True) / (direction * direction).sum(-1, keepdim=True).clamp(
-            min=torch.finfo(x.dtype).tiny
-        )
+        scale = self.scale(x, y)
         return scale.expand_as(x) if self.gamma is None else scale * self.gamma
+
+    def centre(self, x: Tensor) -> Tensor:
+        return x - x.mean(-1, keepdim=True) if self.centred else x
+
+    def pull_back(self, x: Tensor, y: Tensor, gradient: Tensor) -> Tensor:
+        """The gradient by x from one by y, with the scale's own dependence on x: gradient (..., *x.shape)."""
+        scale, centre = self.scale(x, y), self.centre(x)
+        weighted = gradient if self.gamma is None else gradient * self.gamma
+        along = (weighted * centre).mean(-1, keepdim=True)
+        return self.centre(scale * weighted - scale**3 * along * centre)
 
     def fits(self, x: Tensor, y: Tensor) -> bool:
         """Whether this formula gives y for x."""
         wide_x, wide_y = x.double(), y.double()
         gamma, beta = (None if parameter is None else parameter.double() for parameter in (self.gamma, self.beta))
         form = NormForm(gamma, beta, self.centred)
-        centre = wide_x - wide_x.mean(-1, keepdim=True) if self.centred else wide_x
-        result = form.slope(wide_x, wide_y) * centre
+        result = form.slope(wide_x, wide_y) * form.centre(wide_x)
         if form.beta is not None:
             result = result + form.beta
         precision = max(torch.finfo(y.dtype).eps, torch.finfo(torch.float32).eps)  # many norms compute in float32
         bound = TOLERANCE * precision * (wide_y.norm() + 1e-12)
         return bool((result - wide_y).norm() <= bound)
-
-    def _direction(self, x: Tensor) -> Tensor:
-        centre = x - x.mean(-1, keepdim=True) if self.centred else x
-        return centre if self.gamma is None else centre * self.gamma
 
 
 def norm_form(module: nn.Module, x: Any, y: Any) -> NormForm | None:

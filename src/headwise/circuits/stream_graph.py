@@ -59,6 +59,7 @@ class StreamReading:
     earlier: list[ModuleCall] = field(default_factory=list)  # norms of a post-norm stream below its last layer
     norms: list[ModuleCall] = field(default_factory=list)  # norms on the way, to be held at their actual scale
     final_norm: ModuleCall | None = None  # the one whose output the output layers read
+    output_norms: list[ModuleCall] = field(default_factory=list)  # norms among the output layers, not of the stream
     nonlinear: str | None = None  # an operation between stream and metric that is not linear
     has_constant: bool = False  # whether something constant may be added on the way to the metric
     problem: str | None = None  # why the stream cannot be taken apart
@@ -148,6 +149,8 @@ class _Reader:
         if node in self.graph.norms and self.reach(node):
             self.reading.norms.append(self.graph.norms[node])
             self.reading.final_norm = self.reading.final_norm or self.graph.norms[node]
+        elif node in self.graph.norms:
+            self.reading.output_norms.append(self.graph.norms[node])
         linear = self._passes(node) or (name in PRODUCTS and len(operands) == 1) or _leaf(node) is not None
         if not linear and self.reading.nonlinear is None:
             self.reading.nonlinear = name
