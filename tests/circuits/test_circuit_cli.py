@@ -18,16 +18,17 @@ from headwise.circuits.effects import EffectLayer, Effects, EffectsAbout
 from headwise.cli import main
 from headwise.models.loading import resolve
 from headwise.models.loading.resolve import NamedModel
+from helpers import small_checkpoints
 
 CLEAN = "When Mary and John went to the store, John gave a drink to"
 CORRUPTED = "When Mary and John went to the store, Anna gave a drink to"
 EXAMPLE = [CLEAN, "--answer", " Mary", "--other", " John", "--corrupted", CORRUPTED]
 NODES = [
-    {"id": "embedding", "type": "embedding", "layer": -1},
-    {"id": "self.3.1", "type": "head", "kind": "self", "layer": 3, "head": 1, "order": 6},
+    {"id": "embedding", "type": "embedding", "layer": -1, "order": 0},
+    {"id": "self.3.1", "type": "head", "kind": "self", "layer": 3, "heads": [1], "head": 1, "order": 6},
     {"id": "feed-forward.3", "type": "feed-forward", "layer": 3, "order": 7},
     {"id": "self.24.kv0", "type": "kv", "kind": "self", "layer": 24, "heads": [0, 1, 2], "order": 48},
-    {"id": "self.24.2", "type": "head", "kind": "self", "layer": 24, "head": 2, "order": 48},
+    {"id": "self.24.2", "type": "head", "kind": "self", "layer": 24, "heads": [2], "head": 2, "order": 48},
     {"id": "output", "type": "output", "layer": 30, "order": 60},
 ]
 EDGES = [
@@ -36,7 +37,7 @@ EDGES = [
     {"from": "feed-forward.3", "to": "output", "input": "input", "score": 0.125, "low": None, "high": None},
 ]
 CURVE = [
-    {"edges": 1, "faithfulness": [0.25, 0.125, 0.375], "completeness": [0.5, None, None], "random": None},
+    {"edges": 1, "faithfulness": [0.25, 0.125, 0.375], "completeness": [0.5, None, None], "random": [None] * 3},
     {"edges": 3, "faithfulness": [0.875, 0.75, 1.25], "completeness": [0.75, None, None], "random": [0.02, 0, 0.1]},
 ]
 
@@ -85,12 +86,12 @@ def measured(loaded: NamedModel, monkeypatch: pytest.MonkeyPatch) -> dict[str, A
     ) -> Any:
         calls["circuit"] = size
         document = {
-            "headwise": "circuit", "format": 1, "metric": "a metric", "clean": 3.5, "corrupted": 0.5,
+            "headwise": "circuit", "format": 1, "model": "", "metric": "a metric", "clean": 3.5, "corrupted": 0.5,
             "prompts": len(clean), "method": "by hand", "size": size, "total": 7000,
             "nodes": NODES, "edges": EDGES, "curve": CURVE,
             "notes": ["a note on the circuit"],
         }  # fmt: skip
-        return SimpleNamespace(to_json=lambda: document)
+        return headwise.Circuit.from_json(document)
 
     for function in (attribute, patch, circuit):
         monkeypatch.setattr(headwise, function.__name__, function, raising=False)
@@ -115,6 +116,38 @@ def test_the_strongest_heads_and_the_circuit_are_printed(
     for note in ("a note on direct effect", "a note on output patching", "a note on the circuit", "by hand"):
         assert note in out
     assert measured["patch"] == ([CLEAN], [CORRUPTED], "gradient")
+
+
+@pytest.mark.parametrize("method", ["gradient", "exact"])
+def test_a_small_model_is_measured_from_end_to_end(
+    method: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = small_checkpoints.save_small_model("gpt2", tmp_path / "model")
+    model, tokenizer = headwise.load(folder), headwise.tokenizer(folder)
+    clean, corrupted = "x7y7z", "x7y8z"  # one token per character
+
+    def logits(text: str) -> torch.Tensor:
+        with torch.no_grad():
+            return model(torch.tensor([tokenizer(text)["input_ids"]])).logits[0, -1].double()
+
+    ids = [tokenizer(text)["input_ids"][0] for text in ("a", "b")]
+    before, after = ((x[ids[0]] - x[ids[1]]).item() for x in (logits(clean), logits(corrupted)))
+    answer, other = ("a", "b") if before > after else ("b", "a")
+    page = tmp_path / "circuit.html"
+    options = ["--answer", answer, "--other", other, "--corrupted", corrupted, "--model", str(folder)]
+    measurement = ["--method", method, "--size", "7", "--html", str(page), "--json"]
+    assert main(["circuit", clean, *options, *measurement]) == 0
+    report = json.loads(capsys.readouterr().out)
+    rounding = 1000 * torch.finfo(torch.float32).eps * float(logits(clean).abs().max())
+    assert report["metric"]["clean"] == pytest.approx(before if answer == "a" else -before, abs=rounding)
+    direct, patching = (Effects.from_json(report[name]) for name in ("direct", "patching"))
+    parts = [*(float(x) for table in direct.values() for x in table.ravel()), *direct.rest.values()]
+    difference = direct.about.details["difference"] + 1e-12  # relative to the sum of absolute parts
+    assert abs(sum(parts) - direct.about.value) <= difference * sum(map(abs, parts))
+    assert direct["self"].shape == patching["self"].shape == (2, 3)
+    assert report["circuit"]["model"] == str(folder) and len(report["circuit"]["edges"]) == 7
+    assert headwise.Circuit.from_json(report["circuit"]).size == 7
+    assert page.stat().st_size > 100_000
 
 
 def test_a_task_gives_its_pairs_with_the_models_accuracy(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import click
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 PAIRS = 32  # of a task
 MODEL = "smollm2"
+Method = Literal["gradient", "exact"]
 
 
 def _task_names() -> Iterable[str]:
@@ -54,12 +56,12 @@ def _task_names() -> Iterable[str]:
     default="gradient",
     help="Patching: a gradient's estimate of all heads at once, or one pass per head.",
 )
-@click.option("--size", type=Whole(1), show_default="chosen from the curve", help="Edges of the circuit.")
+@click.option("--size", type=Whole(1), show_default="the least that explain 80 %", help="Edges of the circuit.")
 @click.option("--html", type=PATH, help="Also write a page with the circuit's graph, as one offline file.")
 @json_option
 def command(
     text: str | None, answer: str | None, other: str | None, corrupted: str | None, model: str, task: str | None,
-    pairs: int | None, method: str, size: int | None, html: Path | None, as_json: bool,
+    pairs: int | None, method: Method, size: int | None, html: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Find the heads that give an answer.
 
@@ -192,7 +194,7 @@ class Report(NamedTuple):
         return Text("\n".join(lines))
 
 
-def _measure(name: str, model: Any, tokenizer: Any, prompts: Prompts, method: str, size: int | None) -> Report:
+def _measure(name: str, model: Any, tokenizer: Any, prompts: Prompts, method: Method, size: int | None) -> Report:
     import headwise
 
     from ..circuits.pair_values import measure_pairs
@@ -212,7 +214,7 @@ def _measure(name: str, model: Any, tokenizer: Any, prompts: Prompts, method: st
         found = headwise.circuit(
             model, clean, corrupted, metric, tokenizer=tokenizer, progress=bar("circuit"), **chosen_size
         )
-    circuit = {**found.to_json(), "model": name}
+    circuit = replace(found, model=name).to_json()
     return Report(name, prompts, values, direct, patching, circuit)
 
 
