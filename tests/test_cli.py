@@ -62,6 +62,7 @@ def one_line(capsys: pytest.CaptureFixture[str]) -> str:
         "from headwise.cli import main; main(['prune', '--help'])",
         "from headwise.cli import main; main(['lab', '--help'])",
         "from headwise.cli import main; main(['record', '--help'])",
+        "from headwise.cli import main; main(['circuit', '--help'])",
         "from headwise.cli import main; main(['--completion', 'zsh'])",
         "from headwise.cli import main; main(['--version'])",
     ],

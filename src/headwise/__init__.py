@@ -45,6 +45,7 @@ _LOCATIONS = {
     "attribute": "circuits.attribution",
     "card": "card",
     "circuit": "circuits.circuit",
+    "circuits": "circuits",
     "composition": "circuits.composition",
     "explain": "attention.functional",
     "head_matrices": "circuits.head_matrices",
@@ -53,6 +54,7 @@ _LOCATIONS = {
     "inspect": "inspection.run",
     "load": "models.loading.loader",
     "mask_heads": "models.intervene.masking",
+    "patch": "circuits.patching",
     "plan": "prune.plan",
     "prune": "prune",
     "prune_heads": "models.surgery.removal",
@@ -71,12 +73,13 @@ _LOCATIONS = {
     "weights": "attention.functional",
 }
 
-_MODULES = ("card", "prune", "recorder", "reference", "scale")  # public names that are modules themselves
+_MODULES = ("card", "circuits", "prune", "recorder", "reference", "scale")  # public names that are modules themselves
 
 __all__ = ["__version__", *_LOCATIONS]  # strings, all of them
 
 if TYPE_CHECKING:
     from . import card as card
+    from . import circuits as circuits
     from . import prune as prune
     from . import recorder as recorder
     from . import scale as scale
@@ -108,6 +111,7 @@ if TYPE_CHECKING:
     from .circuits.head_matrices import HeadMatrices as HeadMatrices
     from .circuits.head_matrices import head_matrices as head_matrices
     from .circuits.metric import LogitDifference as LogitDifference
+    from .circuits.patching import patch as patch
     from .errors import CacheError as CacheError
     from .errors import CheckpointError as CheckpointError
     from .errors import HeadwiseError as HeadwiseError

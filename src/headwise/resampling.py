@@ -61,6 +61,14 @@ def interval(values: np.ndarray, ends: tuple[float, float] = INTERVAL) -> np.nda
     return ends_of_interval
 
 
+def share_interval(successes: int, count: int) -> tuple[float, float]:
+    """Wilson's 95 % interval of a share; unlike a bootstrap interval, it has a width where all or none succeed."""
+    share, z = successes / count, 1.96
+    middle = (share + z**2 / (2 * count)) / (1 + z**2 / count)
+    half = z / (1 + z**2 / count) * (share * (1 - share) / count + z**2 / (4 * count**2)) ** 0.5
+    return max(0.0, middle - half), min(1.0, middle + half)
+
+
 def spearman(a: np.ndarray, b: np.ndarray) -> float:
     """Spearman's rank correlation of (N,) and (N,), ties sharing their mean rank; NaN where one of them is constant."""
     x, y = _ranks(a), _ranks(b)

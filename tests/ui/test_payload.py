@@ -14,6 +14,7 @@ import torch
 import transformers
 
 import headwise
+from headwise.circuits.effects import EffectLayer, Effects, EffectsAbout
 from headwise.inspection.examples import SENTENCE
 from headwise.models.structure.heads import w_o
 from headwise.models.structure.sites import attention_sites
@@ -193,6 +194,35 @@ def test_scores_of_another_shape_are_refused(scores: Any, words: str, run: Calla
         payload.data(run(), scores=scores)
 
 
+def head_effects(unit: str = "head") -> Effects:
+    """Effects of minilm's heads on three prompts: the mean of head h of layer l is 12 l + h - 40."""
+    layers = [EffectLayer("self", layer, 12) for layer in range(6)]
+    examples = [12.0 * layer + np.arange(12.0) - 40 + np.array([[-1.0], [0.0], [1.0]]) for layer in range(6)]
+    return Effects(layers, examples, EffectsAbout("direct effect", "by hand", "logit of ' a'", 2.5, unit=unit))
+
+
+def test_effects_and_their_files_colour_the_map_around_zero(run: Callable[..., capture.Pass], tmp_path: Path) -> None:
+    effects = head_effects()
+    effects.save(tmp_path / "effects.json")
+    pass_ = run()
+    for scores in (effects, effects.to_json(), overlays.read_overlays([tmp_path / "effects.json"])):
+        run_data = payload.data(pass_, scores=scores)["runs"][0]
+        assert run_data["scores"] == {"direct effect": (np.arange(72.0).reshape(6, 12) - 40).tolist()}
+        assert run_data["about"] == {"direct effect": "by hand; logit of ' a' = 2.5"}
+        assert run_data["signed"] == ["direct effect"]
+    assert payload.data(pass_, scores={"michel": {"self": effects["self"]}})["runs"][0]["signed"] == []
+    with pytest.raises(headwise.HeadwiseError, match="effects of kv heads; the map shows query heads"):
+        payload.data(pass_, scores=head_effects(unit="kv"))
+
+
+def test_overlays_of_several_files_are_joined(run: Callable[..., capture.Pass], tmp_path: Path) -> None:
+    head_effects().save(tmp_path / "effects.json")
+    (tmp_path / "scores.json").write_text(json.dumps({"x": {"self": [[1.0] * 12] * 6}}))
+    joined = overlays.read_overlays([tmp_path / "effects.json", tmp_path / "scores.json", tmp_path / "effects.json"])
+    assert list(joined.tables) == ["direct effect", "x"] and joined.signed == ["direct effect"]
+    assert list(payload.data(run(), scores=joined)["runs"][0]["scores"]) == ["direct effect", "x"]
+
+
 # --- storage of weights ---
 
 
@@ -341,6 +371,8 @@ def test_stopped_pass_removes_its_hooks(run: Callable[..., capture.Pass], minilm
         '{"score": "x", "heads": [{"kind": "self", "layer": 0, "head": 1000000000, "score": 1}]}',
         '{"score": "x", "heads": [{"kind": "self", "layer": 1e999, "head": 0, "score": 1}]}',
         '{"x": {"self": [[1]]}, "y": 3}',
+        '{"headwise": "effects"}',
+        '{"headwise": "effects", "format": 1, "layers": [{"kind": "self", "layer": 0, "heads": 1e999}]}',
     ],
     ids=lambda text: text[:40],
 )
@@ -349,7 +381,7 @@ def test_invalid_score_files_are_refused_in_one_line(text: str, tmp_path: Path) 
     path.write_text(text)
     with pytest.raises(
         headwise.HeadwiseError,
-        match="is not JSON|nested too deeply|as headwise writes|up to 10,000|must be|hold an obj",
+        match="is not JSON|nested too deeply|headwise writes|headwise wrote|up to 10,000|must be|hold an obj",
     ) as e:
         overlays.read_overlays([path])
     assert "\n" not in str(e.value)

@@ -159,7 +159,7 @@ def test_is_loopback_recognises_addresses(host: str, is_local: bool) -> None:
         ({"ask": "run", "text": "x", "model": "../minilm"}, 422, "no model of that name"),
         ({"ask": "run", "text": "x", "off": "9.1"}, 422, "no self layer 9"),
         ({"ask": "run", "text": "x", "off": "x"}, 422, "a head is written layer.head"),
-        ({"ask": "read", "text": "x"}, 422, "ask for run or steps"),
+        ({"ask": "read", "text": "x"}, 422, "ask for run, steps or causes"),
         ({"ask": "steps", "text": "x", "head": "77.1"}, 422, "there is no layer 77"),
         ({"ask": ["run"], "text": "x"}, 422, "are texts"),
         (["run"], 422, "a request is an object"),
@@ -522,6 +522,44 @@ def test_shared_address_opens_the_same_state(tab: Any, url: str) -> None:
     shown.locator(".hw-nav .cell[data-head='0.1']").click()  # its steps are requested now
     shown.wait_for_selector(".hw-weight")
     assert shown.locator(".hw-chosen b").inner_text() == "head 0.1"
+
+
+def test_page_shows_the_causes_of_a_prediction(tab: Any, url: str, service: Service) -> None:
+    browser_tab = tab()
+    shown = browser_tab.open(url, "model=tiny&text=The+animal+was+too")
+    shown.get_by_role("tab", name="Causes").click()
+    shown.wait_for_selector(".hw-causes .cell")
+    query = {"ask": "causes", "model": "tiny", "text": LM}
+    causes = service.answer(query)["causes"]
+
+    def numbers() -> list[float]:
+        return [float(text.replace("−", "-")) for text in shown.locator(".hw-causes .cell").all_inner_texts()]
+
+    assert numbers() == pytest.approx([x for row in causes["effects"] for x in row], abs=0.0051)
+    assert shown.get_by_label("answer, with its space").input_value() == causes["answer"]["text"]
+    shown.get_by_label("answer, with its space").fill("a")
+    shown.keyboard.press("Enter")
+    shown.locator(".hw-causes .hw-word", has_text="a").first.wait_for()
+    assert "answer=a" in shown.url
+    chosen = service.answer({**query, "answer": "a"})["causes"]
+    assert numbers() == pytest.approx([x for row in chosen["effects"] for x in row], abs=0.0051)
+    shown.locator(".hw-causes .cell[data-head='1.2']").click()
+    assert shown.locator(".hw-chosen b").inner_text() == "head 1.2"
+    shown.get_by_role("tab", name="Causes").click()
+    shown.get_by_label("answer, with its space").fill("xyz")
+    shown.keyboard.press("Enter")
+    shown.locator(".hw-refusal", has_text="the answer 'xyz' is 3 tokens").wait_for()
+    shown.get_by_role("button", name="back to the model's own predictions").click()
+    shown.wait_for_selector(".hw-causes .cell")
+    browser_tab.errors.clear()  # the browser logs every answer that is not 200
+    shown.get_by_label("model", exact=True).select_option("minilm")
+    shown.locator(".hw-refusal", has_text="minilm predicts no next token").wait_for()
+
+
+def test_shared_address_opens_the_causes_of_a_token(tab: Any, url: str) -> None:
+    shown = tab().open(url, "view=causes&model=tiny&text=The+animal+was+too&answer=a&other=b")
+    shown.wait_for_selector(".hw-causes .cell")
+    assert shown.locator(".hw-causes .hw-word").all_inner_texts() == ["a", "b"]
 
 
 def test_errors_are_shown_and_the_view_stays(tab: Any, url: str) -> None:

@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from .tokens import Copying as Copying
     from .tokens import TokenEffect as TokenEffect
     from .tokens import TokenPair as TokenPair
+    from .patching import patch as patch
+    from .tasks.prompt_pairs import PromptPairs as PromptPairs
+    from .tasks.prompt_pairs import task as task
+    from .tasks.registry import task_names as task_names
 
 _MODULES = {
     "Circuit": "circuit_result",
@@ -34,7 +38,11 @@ _MODULES = {
     "LowRank": "low_rank",
     "TokenEffect": "tokens",
     "TokenPair": "tokens",
+    "PromptPairs": "tasks.prompt_pairs",
     "attribute": "attribution",
+    "patch": "patching",
+    "task": "tasks.prompt_pairs",
+    "task_names": "tasks.registry",
 }
 
 __all__ = [*_MODULES]

@@ -191,12 +191,21 @@ def split_output(output: Any, copies: int) -> list[Any]:
             return list(output.unflatten(0, (copies, -1)).unbind(0))
         return [output] * copies
     if isinstance(output, Mapping):  # transformers' ModelOutput is one
-        parts = {name: split_output(value, copies) for name, value in output.items() if isinstance(value, Tensor)}
+        members = {name: value for name, value in output.items() if isinstance(value, (Tensor, tuple))}
+        parts = {name: split_output(value, copies) for name, value in members.items()}
         return [type(output)(**{name: values[i] for name, values in parts.items()}) for i in range(copies)]
     if isinstance(output, tuple):
-        members = [split_output(value, copies) for value in output]
-        return [tuple(values[i] for values in members) for i in range(copies)]
+        rows = [split_output(value, copies) for value in output]
+        return [tuple(values[i] for values in rows) for i in range(copies)]
     return [output] * copies
+
+
+def tensors_of(output: Any) -> list[Tensor]:
+    """All tensors of a model's output."""
+    if isinstance(output, Tensor):
+        return [output]
+    values = output.values() if isinstance(output, Mapping) else output if isinstance(output, (tuple, list)) else ()
+    return [x for value in values for x in tensors_of(value)]
 
 
 def _describe_tokens(tokens: Any) -> str:

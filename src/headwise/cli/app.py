@@ -9,7 +9,7 @@ from ..terminal import echo
 from .groups import LazyGroup
 
 # one module of this package each, in the order of the help
-COMMANDS = ("inspect", "atlas", "prune", "record", "trace", "serve", "lab", "bench", "card", "diff", "scale")
+COMMANDS = ("inspect", "atlas", "circuit", "prune", "record", "trace", "serve", "lab", "bench", "card", "diff", "scale")
 
 
 @click.group(

@@ -1,4 +1,4 @@
-"""Checks of output directories, before a command begins to work."""
+"""Checks of output directories and files, before a command begins to work."""
 
 from __future__ import annotations
 
@@ -26,6 +26,16 @@ def check_output_folder(path: Path) -> None:
         if isinstance(error, HeadwiseError):
             raise
         raise HeadwiseError(f"{name} cannot be written: {error}") from None  # a NUL in the path
+
+
+def check_output_file(path: Path) -> None:
+    """Refuse a path to which no file can be written; nothing is made."""
+    if path.is_dir():
+        raise HeadwiseError(f"{str(path)!r} is a directory; give a file")
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        raise HeadwiseError(f"{str(path)!r} cannot be written: {str(folder)!r} is no directory")
+    check_output_folder(folder)
 
 
 def _exists(path: Path) -> bool:

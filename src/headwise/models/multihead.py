@@ -47,7 +47,7 @@ class Attended(NamedTuple):
 
 
 # what sees the calls of a module, and answers with their output; `answer` gives what PyTorch would
-Observer = Callable[[nn.Module, MultiheadCall, Callable[[], Attended]], Attended]
+Observer = Callable[[nn.Module, MultiheadCall, Callable[[MultiheadCall], Attended]], Attended]
 observers: dict[nn.Module, Observer] = {}
 
 _lock = threading.RLock()
@@ -150,8 +150,7 @@ def run(
         by_head[0], by_head[1], by_head[2], key_padding_mask, None if causal else attn_mask,
         causal, len(k) - len(key), same_sequence, module.dropout if module.training else 0.0, need_weights,
     )  # fmt: skip
-    answer = functools.partial(_attend, call)
-    attended = answer() if observer is None else observer(module, call, answer)
+    attended = _attend(call) if observer is None else observer(module, call, _attend)
     x = attended.output.permute(2, 0, 1, 3).reshape(queries * batch, -1)  # (Tq * B, H * D)
     x = _change_heads(module.out_proj, x, queries, batch)
     out = F.linear(x, module.out_proj.weight, module.out_proj.bias).view(queries, batch, -1)

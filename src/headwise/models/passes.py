@@ -137,6 +137,14 @@ class PassTracker:
         outer_padding = None if encoder_decoder else self._state.padding.get(self.model)
         return outer_padding if outer_padding is not None and tuple(outer_padding.shape) == (batch, queries) else None
 
+    def model_padding(self, batch: int, length: int) -> Tensor | None:
+        """(B, T) bool: the mask that the outermost model was given, where it is of this shape.
+
+        To an encoder-decoder it says which of the encoder's tokens, the keys of cross-attention, are real.
+        """
+        padding = self._state.padding.get(self.model)
+        return padding if padding is not None and tuple(padding.shape) == (batch, length) else None
+
     def real_inputs(self, site: Site, x: Tensor) -> Tensor | None:
         """(B, T) bool: which positions of W_O's input (B, T, heads * width) are tokens; None where not known."""
         real = self.real_tokens(site.module, x.shape[0], x.shape[1]) if x.dim() == 3 else None

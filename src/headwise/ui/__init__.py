@@ -12,6 +12,7 @@ from ..lazy import lazy_names
 if TYPE_CHECKING:
     from .atlas import save_page as save_page
     from .atlas import save_picture as save_picture
+    from .circuit_page import save_circuit_page as save_circuit_page
     from .curves import save_curve as save_curve
     from .figure import save_figure as save_figure
     from .overlays import Overlays as Overlays
@@ -32,6 +33,7 @@ _MODULES = {
     "parse_heads_off": "service",
     "read_overlays": "overlays",
     "run_passes": "widget",
+    "save_circuit_page": "circuit_page",
     "save_curve": "curves",
     "save_figure": "figure",
     "save_page": "atlas",

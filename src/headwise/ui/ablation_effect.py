@@ -47,7 +47,7 @@ def _prediction_effect(after: Tensor, before: Tensor | None, tokenizer: Any, tit
         "what": title,
         "tokens": [
             {
-                "text": tokenizer.decode([token]) or tokenizer.convert_ids_to_tokens([token])[0],
+                "text": token_text(token, tokenizer),
                 "before": None if before is None else float(before[token].exp()),
                 "after": float(after[token].exp()),
             }
@@ -56,6 +56,11 @@ def _prediction_effect(after: Tensor, before: Tensor | None, tokenizer: Any, tit
         # Kullback-Leibler divergence from the prediction with all heads
         "divergence": None if before is None else max(0.0, float((before.exp() * (before - after)).nansum())),
     }
+
+
+def token_text(token: int, tokenizer: Any) -> str:
+    """A token as text; models may have more tokens than their tokenizer knows."""
+    return tokenizer.decode([token]) or tokenizer.convert_ids_to_tokens([token])[0] or f"token {token}"
 
 
 def _embedding_effect(after: Tensor, before: Tensor | None) -> dict[str, Any]:

@@ -198,7 +198,7 @@ def record_pass(
     readings: Readings = {}
     watcher = _watch(body, classes, readings)
     with torch.no_grad(), ExitStack() as stack:
-        stack.enter_context(_stop_hooks(body, stop))
+        stack.enter_context(stop_hooks(body, stop))
         unmasked = run_on_tokens(body, inputs) if masks else None
         for change in masks:
             stack.enter_context(change)
@@ -228,7 +228,7 @@ class StoppedError(Exception):
 
 
 @contextmanager
-def _stop_hooks(model: Any, stop: Callable[[], bool] | None) -> Iterator[None]:
+def stop_hooks(model: Any, stop: Callable[[], bool] | None) -> Iterator[None]:
     """In this context, every attention layer first checks whether to stop."""
 
     def check(module: Any, args: Any) -> None:

@@ -10,13 +10,16 @@ from typing import Any
 import numpy as np
 
 from ..attention.checkpoints.pretrained import read_json
+from ..circuits.effects import Effects
 from ..errors import HeadwiseError, ShapeError
 from ..inspection import STATISTICS
 from ..role_definitions import meaning
 from .capture import LayerRecord, Pass
 
 MOST_HEADS = 10_000  # of a layer; a table is as wide as the highest number
-EXPECTED_FORM = "{name: {kind: [[a number for each head] for each layer]}}, an atlas, or what headwise.importance gave"
+EXPECTED_FORM = (
+    "{name: {kind: [[a number for each head] for each layer]}}, an atlas, effects, or what headwise.importance gave"
+)
 
 
 @dataclass
@@ -27,20 +30,33 @@ class Overlays:
     about: dict[str, str] = field(default_factory=dict)  # name -> what it is
     equal: dict[str, dict[str, Any]] = field(default_factory=dict)  # name -> kind -> (layers,): equal attention's
     roles: list[dict[str, Any]] = field(default_factory=list)  # kind, layer, head, role, score, baseline, low, high
+    signed: list[str] = field(default_factory=list)  # names whose sign matters: 0 has the neutral colour
+
+    def add(self, other: Overlays) -> None:
+        """Add the tables and roles of another; tables of the same name are replaced."""
+        self.tables |= other.tables
+        self.about |= other.about
+        self.equal |= other.equal
+        self.roles += other.roles
+        self.signed += [name for name in other.signed if name not in self.signed]
 
 
 def to_overlays(scores: Any) -> Overlays:
-    """Overlays from {name: {kind: (layers, heads)}}, importance, an atlas, or the JSON of any of them."""
+    """Overlays from {name: {kind: (layers, heads)}}, importance, effects, an atlas, or the JSON of any of them."""
     if scores is None:
         return Overlays()
     if isinstance(scores, Overlays):
         return scores
+    if isinstance(scores, Effects):
+        return _from_effects(scores)
     if not isinstance(scores, Mapping) and hasattr(scores, "to_json"):  # an Atlas
         scores = scores.to_json()
     if not isinstance(scores, Mapping):
         raise HeadwiseError(f"scores must be {EXPECTED_FORM}; got {type(scores).__name__}")
     if scores.get("headwise") == "atlas":
         return _from_atlas(scores)
+    if scores.get("headwise") == "effects":
+        return _from_effects(Effects.from_json(scores))
     if isinstance(scores.get("heads"), list) and isinstance(scores.get("score"), str):
         return _from_importance(scores)
     if scores and not any(isinstance(table, Mapping) for table in scores.values()):
@@ -52,11 +68,7 @@ def read_overlays(paths: Iterable[Path]) -> Overlays:
     """The overlays of several files, together."""
     overlays = Overlays()
     for path in paths:
-        other = to_overlays(read_json(path))
-        overlays.tables |= other.tables
-        overlays.about |= other.about
-        overlays.equal |= other.equal
-        overlays.roles += other.roles
+        overlays.add(to_overlays(read_json(path)))
     return overlays
 
 
@@ -109,6 +121,15 @@ def _from_importance(scores: Mapping[str, Any]) -> Overlays:
     name = _unique_name(scores["score"])
     about = f"importance: {scores['objective']}" if scores.get("objective") else "importance"
     return Overlays({name: {kind: _rectangular(rows) for kind, rows in tables.items()}}, {name: about})
+
+
+def _from_effects(effects: Effects) -> Overlays:
+    about = effects.about
+    if about.unit != "head":
+        raise HeadwiseError(f"{about.name!r} has effects of {about.unit} heads; the map shows query heads")
+    name = _unique_name(about.name)
+    words = f"{about.method}; {about.metric} = {about.value:.4g}"
+    return Overlays({name: dict(effects)}, {name: words}, signed=[name])
 
 
 def _rectangular(rows: Mapping[int, Mapping[int, Any]]) -> list[list[Any]]:

@@ -93,13 +93,15 @@ def run(
         "texts": [_text(text) for text in pass_.texts],
         "layers": [_layer(record) for record in pass_.layers],
         "statistics": {name: STATISTICS[name] for name in STATISTICS if any(name in row for row in stats)},
-        "stats": {name: [_row(row.get(name)) for row in stats] for name in STATISTICS},
+        "stats": {name: [number_row(row.get(name)) for row in stats] for name in STATISTICS},
         "equal": {name: [_number(row.get(name)) for row in equal] for name in STATISTICS}
         | _equal_scores(pass_, overlays),
         "scores": {
-            name: [_row(row) for row in rows_of_pass(pass_, name, kinds)] for name, kinds in overlays.tables.items()
+            name: [number_row(row) for row in rows_of_pass(pass_, name, kinds)]
+            for name, kinds in overlays.tables.items()
         },
         "about": overlays.about,
+        "signed": overlays.signed,
         "standouts": standouts,
         "roles": role_entries(pass_, overlays),
         "follow": follow,
@@ -186,7 +188,8 @@ def _layer(record: LayerRecord) -> dict[str, Any]:
     }
 
 
-def _row(values: np.ndarray | None) -> list[float | None] | None:
+def number_row(values: np.ndarray | None) -> list[float | None] | None:
+    """One number per head, as JSON."""
     return None if values is None else [_number(x) for x in values]
 
 

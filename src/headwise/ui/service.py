@@ -16,6 +16,7 @@ from ..models.structure.text_model import text_model
 from . import capture, payload
 from .ablation_effect import measure_effect
 from .capture import Pass, StoppedError
+from .causes import measure_causes
 from .overlays import to_overlays
 
 MOST_PASSES = 8  # that are cached: two to compare, and some earlier ones
@@ -70,12 +71,18 @@ class Service:
         return self._models[name]
 
     def answer(self, request: Any, stop: Callable[[], bool] = lambda: False) -> dict[str, Any]:
-        """The answer to a request: a run, or the steps of one head. stop: checked often; True raises `StoppedError`."""
+        """The answer to a request: a run, the steps of one head, or the causes of a prediction.
+
+        stop: checked often; True raises `StoppedError`.
+        """
         if not isinstance(request, dict):
             raise HeadwiseError("a request is an object")
-        fields = {name: request.get(name) or "" for name in ("ask", "text", "target", "model", "off", "head")}
+        fields = {
+            name: request.get(name) or ""
+            for name in ("ask", "text", "target", "model", "off", "head", "answer", "other")
+        }
         if not all(isinstance(value, str) for value in fields.values()):
-            raise HeadwiseError("ask, text, target, model, off and head are texts")
+            raise HeadwiseError("ask, text, target, model, off, head, answer and other are texts")
         for text in fields.values():
             if any("\ud800" <= character <= "\udfff" for character in text):
                 raise HeadwiseError("a text holds half of a character (a lone surrogate); send whole ones")
@@ -89,7 +96,11 @@ class Service:
         if fields["ask"] == "steps":
             row, head = payload.parse_head(pass_, fields["head"])
             return {"steps": payload.steps(pass_.layers[row], [head])}
-        raise HeadwiseError("ask for run or steps")
+        if fields["ask"] == "causes":
+            model, tokenizer = self.load(name)
+            tokens = fields["answer"], fields["other"]
+            return {"causes": measure_causes(pass_, model, tokenizer, *tokens, self._expiry(stop))}
+        raise HeadwiseError("ask for run, steps or causes")
 
     def _run_payload(self, pass_: Pass, stop: Callable[[], bool]) -> dict[str, Any]:
         model, tokenizer = self.load(pass_.name)
@@ -98,24 +109,28 @@ class Service:
         scores = self.scores if pass_.name == self.names[0] else None
         return {**payload.run(pass_, live=True, scores=scores), "effect": measure_effect(pass_, model, tokenizer)}
 
+    def _expiry(self, stop: Callable[[], bool]) -> Callable[[], bool]:
+        """The same check, which also raises an error when one pass has taken too long from now on."""
+        deadline = time.monotonic() + self.seconds
+
+        def expired() -> bool:
+            if time.monotonic() > deadline:
+                raise HeadwiseError(f"this took more than {self.seconds:g} seconds and was stopped")
+            return stop()
+
+        return expired
+
     def _pass(self, name: str, text: str, target: str, off: str, stop: Callable[[], bool]) -> Pass:
         key = name, text, target, off
         if key not in self._passes:
             model, tokenizer = self.load(name)
-            deadline = time.monotonic() + self.seconds
-
-            def expired() -> bool:
-                if time.monotonic() > deadline:
-                    raise HeadwiseError(f"this took more than {self.seconds:g} seconds and was stopped")
-                return stop()
-
             self._passes[key] = capture.run(
                 text,
                 model,
                 tokenizer=tokenizer,
                 target=target or None,
                 off=parse_heads_off(model, off, with_decoder=bool(target)),
-                stop=expired,
+                stop=self._expiry(stop),
                 max_tokens=self.tokens,
                 name=name,
             )

@@ -1,7 +1,8 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
-import { difference, extent, orderedHeads, rankedHeads } from "#js/lib/scores.js";
-import { LAYER } from "./example.js";
+import { ramp } from "#js/lib/colour.js";
+import { colourScale, difference, extent, orderedHeads, rankedHeads } from "#js/lib/scores.js";
+import { exampleRun, LAYER } from "./example.js";
 
 test("a difference is null where either table has no value", () => {
   const first = [
@@ -27,6 +28,13 @@ test("heads of a layer are ordered by value on request", () => {
 test("a scale begins at 0 unless a value is negative", () => {
   assert.deepEqual(extent([[1, 3], [null]]), [0, 3]);
   assert.deepEqual(extent([[-1, 3]]), [-1, 3]);
+});
+
+test("the colours of a signed score are around 0", () => {
+  const run = exampleRun({ scores: { effect: [], michel: [] }, signed: ["effect"] });
+  const scale = (/** @type {string} */ stat) => colourScale(run, stat, "ink", "light", [[-1, 3]]);
+  assert.deepEqual(scale("effect"), { low: -3, high: 3, colours: ramp("diverging", "light") });
+  assert.deepEqual(scale("michel"), { low: -1, high: 3, colours: ramp("ink", "light") });
 });
 
 test("ranked heads leave out those without a value", () => {

@@ -3,6 +3,7 @@ import { test } from "node:test";
 import { registeredViews, registerView } from "#js/lib/registry.js";
 import { initialState, readState, writeState } from "#js/lib/state.js";
 import { exampleRun } from "./example.js";
+import "#js/views/causes.js";
 import "#js/views/compare.js";
 import "#js/views/head.js";
 import "#js/views/map.js";
@@ -10,7 +11,7 @@ import "#js/views/steps.js";
 
 test("views register themselves, and their tabs are in order", () => {
   const names = registeredViews().map(({ name }) => name);
-  assert.deepEqual(names, ["map", "head", "steps", "compare"]);
+  assert.deepEqual(names, ["map", "head", "steps", "compare", "causes"]);
   assert.throws(() => registerView(registeredViews()[0]), /two views are called map/);
 });
 
@@ -36,6 +37,13 @@ test("a shared state reads back, without what a link may not carry", () => {
   const shared = writeState({ ...fields, key: null, stat: "entropy", text: "a & b" }, run);
   assert.equal(new URLSearchParams(shared).get("text"), "a & b");
   assert.deepEqual(readState(shared, run), fields);
+});
+
+test("a field of a view without a list of values takes any text, up to a length", () => {
+  assert.deepEqual(readState(`answer=+Mary&other=${"x".repeat(300)}`, exampleRun()), {
+    answer: " Mary",
+    other: "x".repeat(200),
+  });
 });
 
 test("invalid fields of a shared state are ignored", () => {

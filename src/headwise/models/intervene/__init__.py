@@ -1,6 +1,7 @@
-"""Heads changed while a model runs: `masking` (`headwise.mask_heads`) and `head_outputs` (a function before W_O).
+"""Heads changed while a model runs: `masking` (`headwise.mask_heads`), `head_outputs` (a function before W_O) and
+`attention_calls` (a function that answers attention calls).
 
-A function with the name of its module: `head_outputs.head_outputs`.
+Functions with the names of their modules: `head_outputs.head_outputs`, `attention_calls.attention_calls`.
 """
 
 from __future__ import annotations

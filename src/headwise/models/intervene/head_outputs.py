@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -22,21 +22,25 @@ HeadFunction = Callable[[Site, Tensor, Tensor | None], Tensor | None]
 
 
 @contextmanager
-def head_outputs(model: nn.Module, function: HeadFunction) -> Iterator[None]:
-    """Inside `with`, every layer's heads pass through a function before W_O mixes them.
+def head_outputs(
+    model: nn.Module, function: HeadFunction, *, sites: Sequence[Site] | None = None, doing: str = "score"
+) -> Iterator[None]:
+    """Inside `with`, the heads of every layer, or of some, pass through a function before W_O mixes them.
 
     Args:
         model: any PyTorch model whose attention is known.
         function: gets the site, its heads' outputs (..., H, head width), and which of its tokens are real, (B, T)
             bool, or None where all are or that is not known. It returns the outputs to use instead, or None.
+        sites: the layers; all by default.
+        doing: what it is for, as `Hooks` names it.
 
     Raises:
         UnsupportedError: at the end of a pass in which a layer did not call its W_O.
     """
-    sites = attention_sites(model)
-    hooks = Hooks(model, [site.module for site in sites], "score")
-    tracker = PassTracker(model, sites, hooks, awaits="W_O", consequence="what its heads give cannot be seen")
-    first_sites = first_per_module(sites)
+    all_sites = attention_sites(model)
+    hooks = Hooks(model, [site.module for site in all_sites], doing)
+    tracker = PassTracker(model, all_sites, hooks, awaits="W_O", consequence="what its heads give cannot be seen")
+    first_sites = first_per_module(all_sites if sites is None else sites)
     counts = {site.module: query_heads(model, site) for site in first_sites}
 
     def apply(module: nn.Module, x: Tensor) -> Tensor | None:

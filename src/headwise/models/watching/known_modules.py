@@ -80,7 +80,11 @@ def _observe_own(module: MultiHeadAttention, projected: Projected, cache: KVCach
         first_key=cache.length - keys if isinstance(cache, SlidingCache) else 0,
         one_pass=not dropout and functional.is_one_pass(q, k, v, gradient=True, **attend_options),
     )  # fmt: skip
-    out: Tensor = pass_through(watchers, call, projected.attend)
+
+    def answer(call: KnownCall) -> Tensor:
+        return projected._replace(q=call.reading.q, k=call.reading.k, v=call.reading.v).attend()
+
+    out: Tensor = pass_through(watchers, call, answer)
     return out
 
 
@@ -94,11 +98,11 @@ def _tokens_before(cache: KVCache | None, queries: int) -> int:
 # ---- nn.MultiheadAttention
 
 
-def _observe_torch(module: nn.Module, call: MultiheadCall, answer: Callable[[], Attended]) -> Attended:
+def _observe_torch(module: nn.Module, call: MultiheadCall, answer: Callable[[MultiheadCall], Attended]) -> Attended:
     """What a call of nn.MultiheadAttention gives, through its watchers."""
     watchers = _watched.of(module)
     if not watchers:
-        return answer()
+        return answer(call)
     reading = _read(call)
     real = None
     if call.key_padding is not None and call.same_sequence:
@@ -107,13 +111,14 @@ def _observe_torch(module: nn.Module, call: MultiheadCall, answer: Callable[[], 
     one_pass = not (call.need_weights or call.dropout) and reading.in_one_pass() and not _has_masked_rows(reading)
     attended: list[Attended] = []
 
-    def answer_with_output() -> Tensor:
-        attended.append(answer())
-        return attended[0].output
+    def answer_with_output(known: KnownCall) -> Tensor:
+        reading = known.reading
+        attended.append(answer(call._replace(q=reading.q, k=reading.k, v=reading.v)))
+        return attended[-1].output
 
     known = KnownCall(module, reading, call.dropout, real, one_pass=one_pass)
     output: Tensor = pass_through(watchers, known, answer_with_output)
-    return attended[0] if attended else Attended(output, None)
+    return Attended(output, attended[-1].weights if attended else None)
 
 
 def _read(call: MultiheadCall) -> Reading:

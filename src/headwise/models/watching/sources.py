@@ -20,7 +20,7 @@ from ..structure.sites import Site, first_per_module
 from .call_reader import ModelCall, Reading
 
 Function = Callable[..., tuple[Tensor, Any]]  # a transformers attention function
-Answer = Callable[[], Any]  # answers a known call as the model would
+Answer = Callable[["KnownCall"], Any]  # answers a known call as the model would
 
 
 class KnownCall(NamedTuple):
@@ -47,7 +47,10 @@ class Watcher(Protocol):
         """
 
     def see_known(self, call: KnownCall, answer: Answer, innermost: bool) -> Any:
-        """Answer a known call with what answer gives, or with the output from one pass where that is permitted."""
+        """Answer a known call with what answer gives, or with the output from one pass where that is permitted.
+
+        answer: takes the call, or one with other queries, keys or values.
+        """
 
 
 class Source(Protocol):
@@ -123,5 +126,9 @@ class Watched:
 def pass_through(watchers: Sequence[Watcher], call: KnownCall, answer: Answer) -> Any:
     """Answer a known call, through all watchers of its module: the first sees the model's own answer."""
     for watcher in watchers:
-        answer = functools.partial(watcher.see_known, call, answer, watcher is watchers[0])
-    return answer()
+        answer = functools.partial(_see_known, watcher, answer, watcher is watchers[0])
+    return answer(call)
+
+
+def _see_known(watcher: Watcher, answer: Answer, innermost: bool, call: KnownCall) -> Any:
+    return watcher.see_known(call, answer, innermost)

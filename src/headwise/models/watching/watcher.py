@@ -261,7 +261,7 @@ class Watch:
         if innermost and call.one_pass and request.stats and not request.exact:
             output, stats = reading.observe(context.real, self.recording.key_classes(context, reading), call.dropout)
         else:
-            output, stats = answer(), None
+            output, stats = answer(call), None
         with torch.no_grad():
             self.recording.add_call(context, reading, stats)
         return output

@@ -120,7 +120,7 @@ export class App {
   _start(runs, shared) {
     this.runs = runs;
     const { run } = this;
-    const { follow, chosen, scores, roles } = run.json;
+    const { follow, chosen, scores, roles, circuit } = run.json;
     const first = chosen[0] ?? follow?.head ?? [0, 0];
     const { of } = run.texts[0];
     const followed = follow && String(first) === String(follow.head) ? follow : null;
@@ -132,6 +132,7 @@ export class App {
       key: followed ? of.indexOf(followed.to) : null,
       view: this.runs[1] ? "compare" : chosen.length || hasImage(run) ? this.headView : "map",
     });
+    if (circuit) this.state.view = "circuit";
     Object.assign(this.state, readState(shared, run));
     this._clamp();
   }

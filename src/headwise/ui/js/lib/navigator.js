@@ -1,9 +1,9 @@
 // The small map beside a view, to move from head to head.
-import { category, css, pick, ramp } from "./colour.js";
+import { category, css, pick } from "./colour.js";
 import { h, reveal } from "./dom.js";
 import { grid } from "./grid.js";
 import { arrowStep, consume } from "./keys.js";
-import { extent, headValues, orderedHeads } from "./scores.js";
+import { colourScale, headValues, orderedHeads } from "./scores.js";
 import { format, plural } from "./text.js";
 /** @import { App } from "../app.js" */
 /** @import { Head, Run } from "./run.js" */
@@ -22,8 +22,7 @@ export function updateNavigator(box, app, run) {
 function navigator(app, run) {
   const { state } = app;
   const table = headValues(run, state.stat);
-  const [low, high] = extent(table);
-  const colours = ramp(state.palette, app.theme);
+  const { low, high, colours } = colourScale(run, state.stat, state.palette, app.theme, table);
   /** @param {KeyboardEvent} event */
   const move = (event) => {
     const step = arrowStep(event);

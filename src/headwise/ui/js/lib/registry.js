@@ -8,7 +8,7 @@
  *
  * @typedef {object} StateField a part of the state that belongs to a view, and that a link can carry
  * @property {string} initial
- * @property {string[]} allowed
+ * @property {string[]} [allowed] values; any text, if left out
  *
  * @typedef {object} ViewDefinition
  * @property {string} name what the state and links call it

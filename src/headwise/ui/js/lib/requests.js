@@ -60,10 +60,8 @@ export class Requests {
     const key = at.join(".");
     if (run.requestedSteps.has(key)) return;
     run.requestedSteps.add(key);
-    const { text, target, name, off } = run.json;
-    const pass = { text, target: target ?? "", model: name, off: off.map((head) => run.label(head)).join(",") };
     try {
-      const { steps } = await this._answer({ ask: "steps", ...pass, head: run.label(at) });
+      const { steps } = await this._answer({ ask: "steps", ...passOf(run), head: run.label(at) });
       if (!steps) return;
       run.addSteps(at, steps);
       if (this.app.runs.includes(run)) this.app.update();
@@ -72,12 +70,38 @@ export class Requests {
     }
   }
 
+  /** Fetch the effects of all heads on one token's logit minus another's, once.
+   * @param {Run} run @param {string} answer @param {string} other "" for the model's own predictions */
+  async fetchCauses(run, answer, other) {
+    const key = causesKey(answer, other);
+    if (run.causes.has(key)) return;
+    run.causes.set(key, null);
+    try {
+      const { causes } = await this._answer({ ask: "causes", ...passOf(run), answer, other });
+      run.causes.set(key, causes);
+    } catch (error) {
+      run.causes.set(key, { refusal: error instanceof Error ? error.message : String(error) });
+    }
+    if (this.app.runs.includes(run)) this.app.update();
+  }
+
   /** @param {unknown} error */
   _fail(error) {
     this.failed = error instanceof Error ? error.message : String(error);
     if (this.app.runs.length) this.app.bar?.update();
     else this.app.showLoading();
   }
+}
+
+/** What a pass was requested by. @param {Run} run */
+function passOf(run) {
+  const { text, target, name, off } = run.json;
+  return { text, target: target ?? "", model: name, off: off.map((head) => run.label(head)).join(",") };
+}
+
+/** Under which causes are stored. @param {string} answer @param {string} other */
+export function causesKey(answer, other) {
+  return JSON.stringify([answer, other]);
 }
 
 /** A notebook answers by messages; each carries the number of its request. @param {Pick<Model, "on" | "send">} model

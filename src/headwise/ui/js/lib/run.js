@@ -36,6 +36,7 @@ import { bytes, floats, numbers, rootError } from "./encoding.js";
  * @property {Record<string, (number | null)[]>} equal statistics of equal attention, per layer
  * @property {Record<string, (Table[number] | null)[]>} scores
  * @property {Record<string, string>} [about] name of a score to its meaning
+ * @property {string[]} [signed] names of the scores whose sign matters
  * @property {Standout[]} standouts
  * @property {Standout[]} [roles]
  * @property {{ head: Head, word: number, to: number } | null} follow
@@ -44,6 +45,9 @@ import { bytes, floats, numbers, rootError } from "./encoding.js";
  * @property {any[]} steps per layer: q, k and v of some heads
  * @property {any[]} output per layer: what each head adds through W_O
  * @property {any} [effect] what switching heads off changed
+ * @property {any} [circuit] as headwise.Circuit.to_json gives it
+ * @property {string | null} [corrupted] the prompt that a circuit's clean prompt is compared with
+ * @property {any[]} [effects] tables of the strongest heads, beside a circuit
  */
 
 /** Merge pieces to words: weights to the pieces of a word add up, weights from them are averaged.
@@ -82,6 +86,8 @@ export class Run {
     this.fetchedSteps = new Map();
     /** @type {Set<string>} heads whose steps were requested */
     this.requestedSteps = new Set();
+    /** @type {Map<string, any>} causes by the tokens that were asked for; null until the answer arrives */
+    this.causes = new Map();
     /** @type {Set<string>} */
     this.off = new Set(json.off.map((at) => at.join(".")));
   }

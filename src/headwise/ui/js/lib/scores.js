@@ -1,4 +1,6 @@
 // Statistics and scores of the heads, as tables of layers by heads.
+import { ramp } from "./colour.js";
+
 /** @import { Head, Layer, Run, Standout, Table } from "./run.js" */
 
 /** Everything that heads can be coloured by, with its meaning: statistics of the text, and scores that were loaded.
@@ -27,6 +29,23 @@ export function headValues(run, stat) {
 export function extent(...tables) {
   const all = tables.flat(2).filter((x) => x !== null);
   return all.length ? [Math.min(0, ...all), Math.max(...all, 1e-9)] : [0, 1];
+}
+
+/** The ends of the colour scale of a statistic or score, and its colours: around 0 where the sign matters.
+ * @param {Run} run @param {string} stat @param {string} palette @param {"light" | "dark"} theme @param {Table[]} tables
+ * @returns {{ low: number, high: number, colours: Uint8Array }} */
+export function colourScale(run, stat, palette, theme, ...tables) {
+  const [low, high] = extent(...tables);
+  if (run.json.signed?.includes(stat)) return signedScale(theme, ...tables);
+  return { low, high, colours: ramp(palette, theme) };
+}
+
+/** The colour scale of numbers whose sign matters: 0 has the neutral colour.
+ * @param {"light" | "dark"} theme @param {Table[]} tables */
+export function signedScale(theme, ...tables) {
+  const [low, high] = extent(...tables);
+  const most = Math.max(-low, high);
+  return { low: -most, high: most, colours: ramp("diverging", theme) };
 }
 
 /** Standouts or roles by head. @param {Standout[]} listed @returns {Map<string, Standout[]>} keys are "row.head" */

@@ -30,6 +30,7 @@ const INITIAL = {
 
 export const REQUEST_FIELDS = ["text", "model", "off", "target"];
 export const MOST_HEADS = 8; // chosen at once
+const LONGEST = 200; // characters of a text that a link gives to a view
 const INTEGER = /^\d{1,9}$/;
 
 /** The state at the start. @returns {State} */
@@ -46,7 +47,9 @@ function allowedValues() {
     palette: PALETTES,
     theme: ["auto", "light", "dark"],
     reduce: ["max", "mean"],
-    ...Object.fromEntries(Object.entries(viewState()).map(([name, { allowed }]) => [name, allowed])),
+    ...Object.fromEntries(
+      Object.entries(viewState()).flatMap(([name, { allowed }]) => (allowed ? [[name, allowed]] : [])),
+    ),
   };
 }
 
@@ -68,6 +71,7 @@ export function readState(text, run) {
   /** @type {Partial<State>} */
   const state = {};
   const allowed = allowedValues();
+  const fields = viewState();
   for (const [name, value] of new URLSearchParams(text)) {
     if (name === "heads") {
       const heads = value.split(",").map((label) => run.parse(label));
@@ -76,6 +80,7 @@ export function readState(text, run) {
     } else if (name === "token" || name === "key") state[name] = INTEGER.test(value) ? Number(value) : null;
     else if (name === "bare") state.bare = value === "true";
     else if (Object.hasOwn(allowed, name) && allowed[name].includes(value)) state[name] = value;
+    else if (Object.hasOwn(fields, name) && !fields[name].allowed) state[name] = value.slice(0, LONGEST);
     else if (name === "stat" && Object.hasOwn(measures(run), value)) state.stat = value;
   }
   return state;

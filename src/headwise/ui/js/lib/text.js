@@ -54,7 +54,7 @@ export function weightText({ value, error, atMost }) {
 }
 
 /** @param {number} n */
-function thousands(n) {
+export function thousands(n) {
   return n.toLocaleString("en-US");
 }
 

@@ -5,7 +5,7 @@ import { grid, moveFocus } from "../lib/grid.js";
 import { Heatmap, legend, picture } from "../lib/heatmap.js";
 import { matrixSource, shownMatrix } from "../lib/matrix.js";
 import { registerView } from "../lib/registry.js";
-import { difference, extent, headValues, measureChoices, measures, orderedHeads } from "../lib/scores.js";
+import { colourScale, difference, headValues, measureChoices, measures, orderedHeads } from "../lib/scores.js";
 import { unitChoice } from "../lib/sentence.js";
 import { cellText, format, visible, weightText } from "../lib/text.js";
 
@@ -107,8 +107,7 @@ export class CompareView {
     const { app } = this;
     const { stat, palette } = app.state;
     const tables = [headValues(a, stat), headValues(b, stat)];
-    const [low, high] = extent(...tables);
-    const colours = ramp(palette, app.theme);
+    const { low, high, colours } = colourScale(a, stat, palette, app.theme, ...tables);
     /** @param {number} x */
     const colour = (x) => pick(colours, (x - low) / (high - low));
     const panels = [a, b].map((run, n) =>

@@ -1,11 +1,11 @@
 // All heads of a model as a grid, one row per layer: coloured by a statistic, by kind or role, or as small pictures.
-import { category, css, pick, ramp } from "../lib/colour.js";
+import { category, css, pick } from "../lib/colour.js";
 import { choice, h, select, tokenElement } from "../lib/dom.js";
 import { grid, moveFocus } from "../lib/grid.js";
 import { legend } from "../lib/heatmap.js";
 import { hasImage, queryToken } from "../lib/patches.js";
 import { registerView } from "../lib/registry.js";
-import { byHead, extent, headValues, measureChoices, measures, orderedHeads, rankedHeads } from "../lib/scores.js";
+import { byHead, colourScale, headValues, measureChoices, measures, orderedHeads, rankedHeads } from "../lib/scores.js";
 import { cellText, format } from "../lib/text.js";
 
 /** @import { App } from "../app.js" */
@@ -77,8 +77,8 @@ export class MapView {
   /** Cells coloured by value. @param {Table} table */
   _valueCell(table) {
     const { app } = this;
-    const [low, high] = extent(table);
-    const colours = ramp(app.state.palette, app.theme);
+    const { stat, palette } = app.state;
+    const { low, high, colours } = colourScale(app.run, stat, palette, app.theme, table);
     return (/** @type {Head} */ [row, head]) => {
       const value = table[row][head];
       if (value === null) return { colour: null, text: "" };
@@ -157,7 +157,7 @@ export class MapView {
   _scale(run, table) {
     const { app } = this;
     const { stat, palette } = app.state;
-    const [low, high] = extent(table);
+    const { low, high, colours } = colourScale(run, stat, palette, app.theme, table);
     const baselines = (run.json.equal[stat] ?? []).filter((x) => x !== null);
     const equal = baselines.length ? baselines.reduce((a, b) => a + b, 0) / baselines.length : null;
     const beyond = equal !== null && equal > high;
@@ -172,7 +172,7 @@ export class MapView {
       { class: "hw-card" },
       h("h3", { text: stat }),
       h("p", { text: measures(run)[stat] }),
-      legend(ramp(palette, app.theme), format(low, 2), format(high, 2), mark),
+      legend(colours, format(low, 2), format(high, 2), mark),
       equal !== null && h("p", { class: "soft", text: baseline }),
     );
   }
