@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from .head_matrices import HeadMatrices as HeadMatrices
     from .low_rank import LowRank as LowRank
     from .metric import LogitDifference as LogitDifference
-    from .tokens import Copying as Copying
-    from .tokens import TokenEffect as TokenEffect
-    from .tokens import TokenPair as TokenPair
     from .patching import patch as patch
     from .tasks.prompt_pairs import PromptPairs as PromptPairs
     from .tasks.prompt_pairs import task as task
     from .tasks.registry import task_names as task_names
+    from .tokens import Copying as Copying
+    from .tokens import TokenEffect as TokenEffect
+    from .tokens import TokenPair as TokenPair
 
 _MODULES = {
     "Circuit": "circuit_result",
