@@ -188,15 +188,6 @@ def repeat_batch(batch: Any, copies: int) -> Any:
     return batch.repeat(copies, *[1] * (batch.dim() - 1))
 
 
-def to_device(batch: Any, device: torch.device) -> Any:
-    """A batch on a device."""
-    if isinstance(batch, Mapping):
-        return {name: x.to(device) if isinstance(x, Tensor) else x for name, x in batch.items()}
-    if isinstance(batch, tuple):
-        return tuple(x.to(device) if isinstance(x, Tensor) else x for x in batch)
-    return batch.to(device)
-
-
 def check_cacheless(batch: Any) -> None:
     """Refuse a batch with a cache, which every run would change."""
     if isinstance(batch, Mapping) and batch.get("past_key_values") is not None:

@@ -23,9 +23,9 @@ from ..resampling import spearman
 from .activations import KINDS, PER_KV_HEAD
 from .effects import EffectLayer, Effects, EffectsAbout
 from .gradient_patching import estimate_pair
-from .inputs import Pair, model_batches, model_pairs, named_tensors
+from .inputs import Pair, model_batches, model_pairs, named_tensors, to_device
 from .metric import Measure, Metric
-from .patch_runs import Baseline, PatchRuns, Target, check_cacheless, mean_activations, to_device
+from .patch_runs import Baseline, PatchRuns, Target, check_cacheless, mean_activations
 from .positions import Positions
 from .sweep import Progress, sweep
 from .sweep_file import SweepFile, sweep_identity
