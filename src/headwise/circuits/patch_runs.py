@@ -77,8 +77,8 @@ class PatchRuns:
         def visit_once(visit: Visit) -> Tensor | None:
             if visit.site in seen:
                 raise UnsupportedError(
-                    f"{type(visit.site.module).__name__} (at {visit.site.place}) attends more than once per call; "
-                    f"which {self.what} is patched would not be told"
+                    f"{type(visit.site.module).__name__} (at {visit.site.place}) attends more than once per call, so "
+                    f"it has no single {self.what} to patch; choose other layers with heads"
                 )
             seen.add(visit.site)
             return visitor(visit)
