@@ -45,8 +45,9 @@ def subject_of(model: Any, words: Any, replicates: int = 20) -> Subject:
 def tiny_llama(vocabulary: int, **options: Any) -> Any:
     torch.manual_seed(3)
     settings = {
-        "vocab_size": vocabulary, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 3, "num_key_value_heads": 1,
-        "head_dim": 8, "intermediate_size": 13, "max_position_embeddings": 257, "initializer_range": 0.3,
+        "vocab_size": vocabulary, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 3,
+        "num_key_value_heads": 1, "head_dim": 8, "intermediate_size": 13, "max_position_embeddings": 257,
+        "initializer_range": 0.3,
     }  # fmt: skip
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**(settings | options))).double().eval()
 

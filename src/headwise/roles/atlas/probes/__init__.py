@@ -16,7 +16,13 @@ from ..export import REASON
 from ..sums import Tally
 from .subject import Measurement, Subject
 
-PROBES = {"retrieval": "retrieval", "streaming": "streaming", "function": "function_vectors"}
+PROBES = {
+    "retrieval": "retrieval",
+    "streaming": "streaming",
+    "copying": "copying",
+    "successor": "successor",
+    "function": "function_vectors",
+}
 ALL = "all"
 
 

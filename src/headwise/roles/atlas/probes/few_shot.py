@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,5 +87,5 @@ def _one_token(tokenizer: Any, word: str) -> bool:
     return len(ids) == 1 and ids[0] != getattr(tokenizer, "unk_token_id", None)
 
 
-def _ids(tokenizer: Any, text: str) -> Sequence[int]:
+def _ids(tokenizer: Any, text: str) -> list[int]:
     return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])

@@ -1,12 +1,14 @@
 """Function-vector heads (Todd et al. 2023, Yin and Steinhardt 2025): heads whose output carries a task.
 
 A head's mean output at the last token of prompts with right examples takes the place of its output on prompts whose
-examples have each other's answers; the score is the rise of the right answer's probability. One forward pass per head,
-so this is the slowest of the probes.
+examples have each other's answers; the score is the rise of the right answer's probability. There is one pass per head,
+of the last tokens alone: the keys and values of the others are computed once.
 """
 
 from __future__ import annotations
 
+import copy
+import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -38,12 +40,12 @@ def measure(subject: Subject) -> Measurement:
     training = model.training
     model.eval()
     try:
-        with torch.no_grad(), _last_token_logits(model) as last:
-            right = PromptBatch(subject, prompts.right)
-            shuffled = PromptBatch(subject, prompts.shuffled)
-            means, right_logits = _mean_outputs(model, right, last)
-            plain = shuffled.logits(model, last)
-            rises = _rises(model, shuffled, last, means, plain)
+        with torch.no_grad(), _last_token_logits(model):
+            right, shuffled = PromptBatch(subject, prompts.right), PromptBatch(subject, prompts.shuffled)
+            means, right_logits = _mean_outputs(model, right)
+            shuffled.read_all_but_last(model)
+            plain = shuffled.logits(model)
+            rises = _rises(model, shuffled, means, plain)
     finally:
         model.train(training)
     facts: dict[str, Any] = {
@@ -60,77 +62,76 @@ def measure(subject: Subject) -> Measurement:
 
 
 class PromptBatch:
-    """Prompts, padded on the right."""
+    """Prompts, padded on the left, so that all have their last token at the end."""
 
     def __init__(self, subject: Subject, prompts: Sequence[FewShotPrompt]) -> None:
-        device = device_of(subject.model)
-        tokens = subject.batch([x.ids for x in prompts], [x.name for x in prompts]).source.to(device)
-        self.prompts = prompts
-        self.inputs = {"input_ids": tokens.ids, "attention_mask": tokens.real.long()}
-        if hasattr(getattr(subject.model, "config", None), "use_cache"):
-            self.inputs["use_cache"] = False
-        self.rows = torch.arange(len(prompts), device=device)
-        self.last = tokens.real.sum(1) - 1  # (B,)
-        self.answers = torch.tensor([x.answer for x in prompts], device=device)
+        self.prompts, device = prompts, device_of(subject.model)
+        length = max(len(prompt.ids) for prompt in prompts)
+        padding = getattr(subject.tokenizer, "pad_token_id", None) or 0
+        rows = [[padding] * (length - len(prompt.ids)) + prompt.ids for prompt in prompts]
+        self.mask = torch.tensor([[int(i >= length - len(prompt.ids)) for i in range(length)] for prompt in prompts])
+        self.inputs: dict[str, Any] = {
+            "input_ids": torch.tensor(rows, device=device), "attention_mask": self.mask.to(device),
+        }  # fmt: skip
+        if "position_ids" in inspect.signature(subject.model.forward).parameters:
+            self.inputs["position_ids"] = (self.mask.cumsum(1) - 1).clamp(min=0).to(device)
+        self.answers = torch.tensor([prompt.answer for prompt in prompts], device=device)
+        self.cache: Any = None  # of all tokens but the last
 
-    def logits(self, model: Any, last: LastToken) -> Tensor:
+    def read_all_but_last(self, model: Any) -> None:
+        """Keep the keys and values of all tokens but the last, which no change of the last one's heads changes."""
+        before = {name: x[:, :-1] for name, x in self.inputs.items()}
+        output = run_on_tokens(model, before | {"use_cache": True})
+        self.cache = getattr(output, "past_key_values", None)
+
+    def logits(self, model: Any) -> Tensor:
         """(B, vocabulary) of the last tokens."""
-        last.batch = self
-        output = run_on_tokens(model, self.inputs)
-        logits = output if isinstance(output, Tensor) else output.logits
-        return logits[:, 0].float()
+        if self.cache is None:
+            inputs = self.inputs | {"use_cache": False}
+        else:
+            inputs = {name: x if name == "attention_mask" else x[:, -1:] for name, x in self.inputs.items()}
+            inputs |= {"past_key_values": copy.deepcopy(self.cache), "use_cache": True}
+        return run_on_tokens(model, inputs).logits[:, -1].float()
 
     def probability(self, logits: Tensor) -> np.ndarray:
         """(B,): of the right answers."""
-        return logits.softmax(-1)[self.rows, self.answers].double().cpu().numpy()
+        return logits.softmax(-1).gather(1, self.answers[:, None])[:, 0].double().cpu().numpy()
 
     def accuracy(self, logits: Tensor) -> float:
         return round(float((logits.argmax(-1) == self.answers).double().mean()), DIGITS)
 
 
-class LastToken:
-    """Which batch is running, so that only its last tokens are unembedded."""
-
-    batch: PromptBatch
-
-
 @contextmanager
-def _last_token_logits(model: Any) -> Iterator[LastToken]:
-    """Inside `with`, the unembedding reads the last real token of each row alone."""
+def _last_token_logits(model: Any) -> Iterator[None]:
+    """Inside `with`, the unembedding reads the last token of each row alone."""
     find = getattr(model, "get_output_embeddings", None)
     unembedding = find() if callable(find) else None
     if unembedding is None:
         raise UnsupportedError(f"{type(model).__name__} has no unembedding, so no answer has a probability")
-    last = LastToken()
-
-    def select(module: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-        states, *others = arguments
-        return (states[last.batch.rows, last.batch.last][:, None], *others)
-
-    hook = unembedding.register_forward_pre_hook(select)
+    hook = unembedding.register_forward_pre_hook(lambda module, args: (args[0][:, -1:], *args[1:]))
     try:
-        yield last
+        yield
     finally:
         hook.remove()
 
 
-def _mean_outputs(model: Any, batch: PromptBatch, last: LastToken) -> tuple[dict[tuple[str, Key], Tensor], Tensor]:
+def _mean_outputs(model: Any, batch: PromptBatch) -> tuple[dict[tuple[str, Key], Tensor], Tensor]:
     """{(task, layer): (H, width)}, each head's mean output at the last token; and the logits."""
     means: dict[tuple[str, Key], Tensor] = {}
     tasks = [prompt.task for prompt in batch.prompts]
 
     def read(site: Site, heads: Tensor, real: Tensor | None) -> None:
-        outputs = heads[batch.rows, batch.last]  # (B, H, width)
+        outputs = heads[:, -1]  # (B, H, width)
         for task in dict.fromkeys(tasks):
             means[task, site.key] = outputs[[x == task for x in tasks]].mean(0)
 
     with head_outputs(model, read):
-        logits = batch.logits(model, last)
+        logits = batch.logits(model)
     return means, logits
 
 
 def _rises(
-    model: Any, batch: PromptBatch, last: LastToken, means: dict[tuple[str, Key], Tensor], plain: Tensor
+    model: Any, batch: PromptBatch, means: dict[tuple[str, Key], Tensor], plain: Tensor
 ) -> dict[Key, np.ndarray]:
     """{layer: (B, H)}: how much more probable the right answer becomes by each head's mean output."""
     before = batch.probability(plain)
@@ -141,7 +142,7 @@ def _rises(
             return None
         changed = heads.clone()
         values = torch.stack([means[prompt.task, site.key][target[1]] for prompt in batch.prompts])  # (B, width)
-        changed[batch.rows, batch.last, target[1]] = values
+        changed[:, -1, target[1]] = values
         return changed
 
     rises: dict[Key, np.ndarray] = {}
@@ -150,7 +151,7 @@ def _rises(
             columns = []
             for head in range(query_heads(model, site)):
                 target = site.key, head
-                columns.append(batch.probability(batch.logits(model, last)) - before)
+                columns.append(batch.probability(batch.logits(model)) - before)
             rises[site.key] = np.stack(columns, 1)
     return rises
 
@@ -166,4 +167,4 @@ def _tally(subject: Subject, batch: PromptBatch, rises: dict[Key, np.ndarray]) -
             for key, rise in measured.items()
         }
         units.append((layers, prompt.name))
-    return subject.tally(units, int(batch.inputs["attention_mask"].sum()))
+    return subject.tally(units, int(batch.mask.sum()))

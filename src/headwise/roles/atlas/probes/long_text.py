@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from importlib.resources import files
+from typing import Any
 
 import numpy as np
 
 from ....errors import HeadwiseError
+from .subject import first_tokens
 
 NAME = "the bundled novel (Jane Austen, Persuasion)"
 _SENTENCE = re.compile(r"(?<=[.!?])\s+")
@@ -57,3 +59,11 @@ def passage(
         chosen.append(list(row))
         used += len(row)
     return chosen
+
+
+def token_passages(tokenizer: Any, length: int, count: int, seed: int) -> list[list[int]]:
+    """Passages of the bundled text, `length` tokens each with the special tokens before them."""
+    begin, random = first_tokens(tokenizer), np.random.default_rng(seed)
+    rows = [tokenizer(text + "\n", add_special_tokens=False, verbose=False)["input_ids"] for text in paragraphs()]
+    chosen = [passage(rows, length - len(begin), random, cut=True) for _ in range(count)]
+    return [[*begin, *(token for row in rows for token in row)] for rows in chosen]

@@ -6,9 +6,6 @@ count. The weights of a sample of queries are computed exactly, by the model's o
 
 from __future__ import annotations
 
-import functools
-import operator
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -21,8 +18,8 @@ from ....role_definitions import CAUSAL
 from ....role_definitions.probes import KEEP_FIRST, SMALLER_WINDOWS, WINDOW, streaming_score
 from ..export import WORDS
 from ..observer import BatchSums, visible
-from .long_text import NAME, paragraphs, passage
-from .subject import Measurement, Subject, first_tokens
+from .long_text import NAME, token_passages
+from .subject import Measurement, Subject
 
 TEXTS, LENGTH = 8, 1024  # passages, and tokens of each
 QUERIES = 64  # of each passage and window, evenly spaced
@@ -37,13 +34,7 @@ def measure(subject: Subject) -> Measurement:
             f"a window of {SMALLER_WINDOWS[0]} and {KEEP_FIRST} first tokens needs texts of twice as many; this model "
             f"has {subject.positions} positions"
         )
-    tokenizer, random = subject.tokenizer, np.random.default_rng(subject.seed)
-    begin = first_tokens(tokenizer)
-    rows = [list(tokenizer(text + "\n", add_special_tokens=False, verbose=False)["input_ids"]) for text in paragraphs()]
-    texts = [
-        begin + functools.reduce(operator.iadd, passage(rows, length - len(begin), random, cut=True), [])
-        for _ in range(TEXTS)
-    ]
+    texts = token_passages(subject.tokenizer, length, TEXTS, subject.seed)
     units = []
 
     def take(layer: Layer, reading: Reading | EagerReading, real: Tensor | None) -> None:
