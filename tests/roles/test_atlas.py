@@ -161,7 +161,7 @@ def test_loading_refuses_the_sums_of_another_atlas(tmp_path: Path, atlas: headwi
     assert atlas.tally is not None
     atlas.save(tmp_path / "a.json", sums=True)
     assert headwise.Atlas.load(tmp_path / "a.json").tally is not None
-    assert is_from_sums(atlas, atlas.tally, atlas.repetition)
+    assert is_from_sums(atlas, atlas.tally, [atlas.repetition])
     other = copy.deepcopy(atlas.tally)
     next(iter(other.sums.values())).top[2] *= 1.5
     save_tallies(tmp_path / f"a.json{SUMS}", {"tally": other, "probe": atlas.repetition}, {})

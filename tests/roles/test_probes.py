@@ -17,12 +17,13 @@ import headwise
 from headwise.attention import reference
 from headwise.models.structure.config_sizes import max_positions
 from headwise.models.watching.watcher import watch
-from headwise.roles.atlas.build import add_probes, encoder_of
+from headwise.roles.atlas import add_probes
+from headwise.roles.atlas.build import encoder_of
 from headwise.roles.atlas.observer import Observer
-from headwise.roles.atlas.probes import few_shot, function_vectors, needles, probe_names, streaming
+from headwise.roles.atlas.probes import few_shot, function_vectors, needle_prompts, needles, streaming
 from headwise.roles.atlas.probes.long_text import paragraphs, passage, sentences
-from headwise.roles.atlas.probes.needles import needle_prompts
 from headwise.roles.atlas.probes.retrieval import measure_retrieval
+from headwise.roles.atlas.probes.run import probe_names
 from headwise.roles.atlas.probes.subject import Subject
 from helpers.role_heads import MARKS, SPECIAL, VOCABULARY, WORDS, circuit, encoder, texts, tokenizer
 

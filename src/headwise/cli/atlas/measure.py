@@ -76,7 +76,7 @@ def parse_probes(text: str | None) -> list[str]:
     """ "retrieval,streaming" as the names of probes; "all" names all of them."""
     if text is None:
         return []
-    from ...roles.atlas.probes import probe_names
+    from ...roles.atlas.probes.run import probe_names
 
     return probe_names([name.strip() for name in text.split(",")])
 

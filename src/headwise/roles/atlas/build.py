@@ -22,7 +22,7 @@ from .corpus_run import CorpusRun, Progress
 from .from_sums import with_probes
 from .induction import vocabulary_size
 from .observer import Observer
-from .probes import probe_names, run_probes
+from .probes.run import probe_names, run_probes
 from .probes.subject import Subject
 from .result import Atlas
 from .sums import REPLICATES, Key, identity
