@@ -109,9 +109,16 @@ def _measure(
 
             result = measure_on_ranks(full_model, texts, model_tokenizer, out=out and out / "atlas.json", **run_options)
         else:
+            from ...roles.atlas.build import add_probes
             from ...roles.atlas.build import atlas as measure
 
+            probes = run_options.pop("probes")
             result = measure(full_model, texts, model_tokenizer, part=part, keep_checkpoint=True, **run_options)
+            if probes and part[0] == 0:
+                result = add_probes(
+                    result, full_model, model_tokenizer, probes=probes, seed=options["seed"],
+                    progress=lambda step, total: progress("probes", step, total),
+                )  # fmt: skip
     if out is not None and ranks.first:
         from ...roles.atlas.similarity import head_similarity
 

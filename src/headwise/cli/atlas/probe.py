@@ -8,6 +8,7 @@ import click
 
 from ..checks import check_output_folder
 from ..options import PATH, json_option, model_option, seed_option
+from ..progress import progress_bars
 from .files import load_atlas, print_atlas, table_options, write_atlas
 from .measure import parse_probes
 
@@ -30,6 +31,9 @@ def command(atlas: Path, model: str, probes: str, seed: int, head: str | None, b
     names = parse_probes(probes)
     existing = load_atlas(atlas)
     check_output_folder(atlas.parent)
-    result = add_probes(existing, model, probes=names, seed=seed)
+    with progress_bars() as progress:
+        result = add_probes(
+            existing, model, probes=names, seed=seed, progress=lambda step, total: progress("probes", step, total)
+        )
     write_atlas(result, atlas.parent)
     print_atlas(result, head, best, as_json)

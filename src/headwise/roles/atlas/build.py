@@ -121,7 +121,13 @@ def atlas(
 
 
 def add_probes(
-    atlas: Atlas, model: Any, tokenizer: Any = None, *, probes: str | Sequence[str] = "all", seed: int = 0
+    atlas: Atlas,
+    model: Any,
+    tokenizer: Any = None,
+    *,
+    probes: str | Sequence[str] = "all",
+    seed: int = 0,
+    progress: Progress | None = None,
 ) -> Atlas:
     """An atlas with the scores of probes, which need no corpus, measured on the model that the atlas is of.
 
@@ -131,6 +137,7 @@ def add_probes(
         tokenizer: of a model that is given as an object.
         probes: as in `headwise.atlas`.
         seed: of the probes.
+        progress: called with the probes done and the probes in all.
 
     Raises:
         HeadwiseError: for a model with other weights or heads than the atlas has, and for probes that do not exist.
@@ -147,7 +154,8 @@ def add_probes(
     positions = max_positions(observer.model)
     encoder = encoder_of(observer.model, tokenizer, positions or LENGTH)
     replicates = atlas.about.get("replicates", REPLICATES)
-    tallies, facts = run_probes(Subject(model, observer, encoder, positions, seed, replicates), probe_names(probes))
+    subject = Subject(model, observer, encoder, positions, seed, replicates)
+    tallies, facts = run_probes(subject, probe_names(probes), progress)
     shapes = {
         (kind, i): len(row)
         for kind in atlas.layers

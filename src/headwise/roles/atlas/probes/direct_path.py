@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ....circuits.norms import Norm, read_norm
 from ....errors import UnsupportedError
 from ....models.structure.heads import query_heads, w_o
+from ....models.structure.linear_layers import row_dim, weight_problem
 from ....models.structure.sites import Site, attention_sites
 from ....models.text_inputs import run_on_tokens
 from ..sums import Key
@@ -37,15 +38,14 @@ class Writer:
 
     def write(self, outputs: Tensor) -> Tensor:
         """What each head adds to the stream, (H, n, d), of its outputs (n, H, width): in float64."""
-        count, heads, _ = outputs.shape
-        with torch.no_grad():
-            nothing = self.linear(torch.zeros_like(outputs).flatten(1))  # the bias, which is no head's
-            single = torch.eye(heads, dtype=outputs.dtype, device=outputs.device)[:, None, :, None] * outputs
-            written = (self.linear(single.flatten(0, 1).flatten(1)) - nothing.repeat(heads, 1)).double()
-            if self.norm is not None:
-                scales = self.norm.scales(self.linear(outputs.flatten(1)).double()).repeat(heads, 1)
-                written = self.norm.after(written.T).T / scales
-        return self.factor * written.unflatten(0, (heads, count))
+        weight = self.linear.get_parameter("weight").detach().double()
+        rows = (weight.T if row_dim(self.linear) == 0 else weight).unflatten(0, (self.heads, -1))  # (H, width, d)
+        written = torch.einsum("nhw,hwd->hnd", outputs.double(), rows)  # without the bias, which is no head's
+        if self.norm is not None:
+            with torch.no_grad():
+                scales = self.norm.scales(self.linear(outputs.flatten(1)).double())
+            written = self.norm.after(written.transpose(1, 2)).transpose(1, 2) / scales
+        return self.factor * written
 
 
 @dataclass(frozen=True)
@@ -159,6 +159,10 @@ def _final_norm(model: Any, seen: _Seen, width: int) -> tuple[str | None, Norm |
 
 def _writer(model: Any, site: Site, block: str, seen: _Seen, width: int) -> Writer:
     path, linear = w_o(model, site)
+    if problem := weight_problem(linear):
+        raise UnsupportedError(
+            f"W_O of {site} is not a plain linear layer ({problem[0]}), so what a head writes is not known"
+        )
     written = seen.written.get(path)
     if written is None or block not in seen.blocks:
         raise UnsupportedError(f"{site} was not seen writing into a residual stream, so its direct effect is not known")

@@ -6,7 +6,7 @@ Every file of PROBES has a function `measure(subject)`, which gives the sums of 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
 from typing import Any
 
@@ -37,10 +37,17 @@ def probe_names(names: str | Iterable[str]) -> list[str]:
     return [name for name in PROBES if name in wanted]
 
 
-def run_probes(subject: Subject, names: Iterable[str]) -> tuple[dict[str, Tally], dict[str, dict[str, Any]]]:
-    """The sums of each probe that applies to the model, and facts about each that was requested."""
+def run_probes(
+    subject: Subject, names: Sequence[str], progress: Callable[[int, int], None] | None = None
+) -> tuple[dict[str, Tally], dict[str, dict[str, Any]]]:
+    """The sums of each probe that applies to the model, and facts about each that was requested.
+
+    progress: called with the probes done and the probes in all.
+    """
     tallies, facts = {}, {}
-    for name in names:
+    for number, name in enumerate(names):
+        if progress is not None:
+            progress(number, len(names))
         try:
             subject.check_decoder()
             measurement: Measurement = import_module(f".{PROBES[name]}", __package__).measure(subject)
@@ -48,4 +55,6 @@ def run_probes(subject: Subject, names: Iterable[str]) -> tuple[dict[str, Tally]
             facts[name] = {REASON: str(error)}
             continue
         tallies[name], facts[name] = measurement.tally, measurement.facts
+    if progress is not None:
+        progress(len(names), len(names))
     return tallies, facts
