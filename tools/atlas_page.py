@@ -118,7 +118,7 @@ def _probe_section(smol: Atlas) -> list[str]:
     return [
         "",
         f"- **retrieval**: {len(retrieving)} of {count} heads ({len(retrieving) / count:.0%}; Wu et al. report under "
-        f"5 % in large models), {len(retrieving & induction)} of them induction heads, of which there are "
+        f"5 %), {len(retrieving & induction)} of them induction heads, of which there are "
         f"{len(induction)}. The best: {_names(roles['retrieval'])}. SmolLM2 itself gives {needles['accuracy']:.0%} of "
         f"the answers' tokens ({by_length} tokens) and {needles['whole']} of {needles['prompts']} answers whole. The "
         "answer begins with the needle's own words, so a head that looks for earlier occurrences finds it: this is "
@@ -132,7 +132,7 @@ def _probe_section(smol: Atlas) -> list[str]:
         f"- **copying**: {len(roles['copying'])} heads; the best: {_names(roles['copying'])}. **suppression**: "
         f"{len(roles['suppression'])}; the best: {_names(roles['suppression'])}. In logits, a mean over all tokens of "
         f"{facts['copying']['texts']} passages. All are in layers {first_writing} and later.",
-        f"- **successor**: {len(roles['successor']) or 'no'} head{'' if len(roles['successor']) == 1 else 's'}. The "
+        f"- **successor**: {len(roles['successor']) or 'no'} head{'' if len(roles['successor']) < 2 else 's'}. The "
         f"best score is that of {successor.name}, which raises the successor most for {successor.score:.0%} of "
         f"{facts['successor']['tokens']} tokens (a guess: {successor.baseline:.0%}; half of them are needed). Gould et "
         "al. report successor heads in models of 31 million parameters and more.",
@@ -268,8 +268,9 @@ PROBES = """
 Six roles of decoder heads need inputs that no corpus has. They are measured on request: `headwise atlas --texts FILE
 --probes all`, `headwise atlas probe ATLAS` for a saved atlas, or `probes="all"` in Python. The inputs are bundled, in
 English, and the same for every model with a seed. Some roles have another baseline than equal attention, which the
-table above names; the retrieval score is measured with the right answer given token by token. What SmolLM2 has and has
-not:"""
+lines under the table name; the retrieval score is measured with the right answer given token by token. Streaming has to
+exceed equal attention and not to double it, and is not counted as a role where heads without any are: it says how far a
+head looks and not for what. What SmolLM2 has and has not:"""
 BESIDE = """
 The papers' figures are quoted, not measured here, and come from other texts: Clark et al. used pairs of paragraphs of
 up to 128 tokens, we use single sentences, in which special tokens are a larger share. Voita's rare-token head is

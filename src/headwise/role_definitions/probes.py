@@ -10,7 +10,7 @@ from .registry import CAUSAL, RoleDefinition, add_probe_score, add_role
 KEEP_FIRST = 4  # keys at the beginning of a text that a streaming head keeps
 WINDOW = 256  # keys before a query that it keeps, the query's own included
 SMALLER_WINDOWS = (16, 64)  # scores without a role
-OURS = "ours; the literature has no number: "
+OURS = "ours: "
 
 
 def streaming_score(window: int) -> str:
@@ -46,7 +46,7 @@ add_role(
 _odds = OURS + "a tenth of a logit over all tokens, 10 % of the odds"
 add_role(RoleDefinition("copying", "copying", 0.1, (CAUSAL,), _odds), __name__)
 add_role(RoleDefinition("suppression", "suppression", 0.1, (CAUSAL,), _odds), __name__)
-add_role(RoleDefinition("successor", "successor", 0.5, (CAUSAL,), "most tokens, as in Gould et al. 2023"), __name__)
+add_role(RoleDefinition("successor", "successor", 0.5, (CAUSAL,), OURS + "half of the tokens"), __name__)
 add_role(
     RoleDefinition("function", "function", 0.01, (CAUSAL,), OURS + "a hundredth of the probability"),
     __name__,
