@@ -54,6 +54,23 @@ def test_a_circuit_that_writes_the_next_word_does_not_copy() -> None:
     assert scores[1, 0] < 0.02
 
 
+def test_the_effect_on_the_attended_token_is_beside_that_on_the_other_tokens_so_far() -> None:
+    random = np.random.default_rng(2)
+    ids = random.integers(3, size=7).tolist()
+    effects = random.normal(size=(2, 7, 7))
+    strongest = np.stack([random.integers(1, max(query, 1) + 1, 2) for query in range(7)], 1)  # (H, T)
+    sums = copying.lift_sums(torch.tensor(effects), torch.tensor(strongest), ids)
+    expected = np.zeros(2)
+    for head in range(2):
+        for query in range(2, 7):
+            attended = strongest[head, query]
+            others = [effects[head, query, key] for key in range(query + 1) if ids[key] != ids[attended]]
+            if others:
+                expected[head] += effects[head, query, attended] - np.mean(others)
+    np.testing.assert_allclose(sums.top[0, 0], [*expected, 0], rtol=1e-12)
+    np.testing.assert_array_equal(sums.bottom, [[5, 5]])
+
+
 def test_effects_on_tokens_equal_the_formula_written_out_in_float64() -> None:
     model = tiny_llama(53, rms_norm_eps=1e-14)
     with torch.no_grad():
@@ -143,6 +160,14 @@ def test_a_model_that_scales_what_heads_write_in_an_unknown_way_is_refused() -> 
     ids = torch.arange(7)[None]
     with pytest.raises(headwise.UnsupportedError, match="adds something else to the stream of self layer 1 than W_O"):
         direct_path(model, {"input_ids": ids}, lambda kind: True)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_neox"])
+def test_models_in_16_bits_are_not_refused_for_their_rounding(family: str) -> None:
+    torch.manual_seed(5)
+    model = transformers.AutoModelForCausalLM.from_config(FAMILIES[family]()).to(torch.bfloat16).eval()
+    path = direct_path(model, {"input_ids": torch.arange(1, 12)[None]}, lambda kind: True)
+    assert len(path.writers) == 2 and path.norm is not None
 
 
 def test_what_a_model_without_unembedding_writes_is_no_token() -> None:

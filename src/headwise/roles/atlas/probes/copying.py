@@ -50,7 +50,7 @@ def measure_copying(subject: Subject, texts: list[list[int]]) -> Measurement:
         strongest, outputs, stream = _run(subject, path, ids, name)
         readers, scales = path.readers(ids), path.scales(stream)
         layers = {
-            key: _sums(effects_on_tokens(path, key, outputs[key], readers, scales), strongest[key], ids)
+            key: lift_sums(effects_on_tokens(path, key, outputs[key], readers, scales), strongest[key], ids)
             for key in path.writers
         }
         units.append((layers, name))
@@ -119,8 +119,8 @@ def _final_stream(subject: Subject, path: DirectPath, streams: list[Tensor]) -> 
         hook.remove()
 
 
-def _sums(effects: Tensor, strongest: Tensor, ids: list[int]) -> BatchSums:
-    """Of one text: effects (H, T, T) on each token of it, strongest (H, T)."""
+def lift_sums(effects: Tensor, strongest: Tensor, ids: list[int]) -> BatchSums:
+    """Of one text: how far the effects (H, T, T) on the attended tokens, strongest (H, T), exceed those on others."""
     length = len(ids)
     tokens = torch.tensor(ids, device=effects.device)
     on_attended = effects.gather(-1, strongest[..., None])[..., 0]  # (H, T)

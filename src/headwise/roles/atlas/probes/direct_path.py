@@ -22,7 +22,8 @@ from ....models.structure.sites import Site, attention_sites
 from ....models.text_inputs import run_on_tokens
 from ..sums import Key
 
-CLOSE = 1e-3  # between what attention is said to add and what the stream is found to have, relative to the stream
+# between what attention is said to add and what the stream is found to have, relative to the stream
+CLOSE, ROUNDINGS = 1e-4, 4  # at least, and in units of the precision, for sums in another order
 
 
 @dataclass(frozen=True)
@@ -198,4 +199,5 @@ def _adds(written: Tensor, block: str, seen: _Seen) -> bool:
 def _close(a: Tensor, b: Tensor) -> bool:
     if a.shape != b.shape:
         return False
-    return float((a.double() - b.double()).norm()) <= CLOSE * float(b.double().norm())
+    tolerance = max(CLOSE, ROUNDINGS * torch.finfo(a.dtype).eps)
+    return float((a.double() - b.double()).norm()) <= tolerance * float(b.double().norm())
