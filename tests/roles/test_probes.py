@@ -23,7 +23,7 @@ from headwise.roles.atlas.observer import Observer
 from headwise.roles.atlas.probes import few_shot, function_vectors, needle_prompts, needles, streaming
 from headwise.roles.atlas.probes.long_text import paragraphs, passage, sentences
 from headwise.roles.atlas.probes.retrieval import measure_retrieval
-from headwise.roles.atlas.probes.run import probe_names
+from headwise.roles.atlas.probes.run import probe_names, probes_of
 from headwise.roles.atlas.probes.subject import Subject
 from helpers.role_heads import MARKS, SPECIAL, VOCABULARY, WORDS, circuit, encoder, texts, tokenizer
 
@@ -337,6 +337,19 @@ def test_probes_are_named_one_by_one_or_all() -> None:
     assert probe_names("all") == probe_names(["all"]) and probe_names(()) == []
     with pytest.raises(headwise.HeadwiseError, match="there is no probe 'needles'; there are retrieval, streaming"):
         headwise.atlas(circuit(), texts(3), tokenizer(around=False), probes="needles")
+
+
+@pytest.mark.parametrize(
+    ("role", "probes"),
+    [
+        ("suppression", ["copying"]),
+        ("streaming", ["retrieval", "streaming"]),
+        ("successor", ["successor"]),
+        ("first", []),
+    ],
+)
+def test_a_role_names_the_probes_that_decide_it(role: str, probes: list[str]) -> None:
+    assert probes_of(role) == probes
 
 
 def test_an_encoder_has_no_probes_and_the_atlas_says_why() -> None:

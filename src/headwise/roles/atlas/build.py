@@ -60,8 +60,9 @@ def atlas(
         tokenizer: of a model that is given as an object.
         conllu: CoNLL-U files with gold links, to see which heads follow which relation between words;
             `headwise.relations` does that alone.
-        probes: roles of decoder heads that need inputs of their own, English and bundled: "retrieval", "streaming" or
-            "all". They take no part of the texts. What does not apply to a model is in the result with the reason.
+        probes: roles of decoder heads that need inputs of their own, English and bundled: "retrieval", "streaming",
+            "copying" (and suppression), "successor", "function", several of them, or "all". They cost passes of their
+            own. What does not apply to a model is in the result with the reason.
         name: of the model, in the result.
         limit: texts at most.
         length: tokens per text at most; longer texts are cut.

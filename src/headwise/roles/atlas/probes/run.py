@@ -12,6 +12,7 @@ from typing import Any
 
 from ....errors import HeadwiseError, UnsupportedError
 from ....json_documents import brief
+from ....role_definitions import definition
 from ..export import REASON
 from ..sums import Tally
 from .subject import Measurement, Subject
@@ -35,6 +36,12 @@ def probe_names(names: str | Iterable[str]) -> list[str]:
         if name not in PROBES:
             raise HeadwiseError(f"there is no probe {brief(name)}; there are {', '.join(PROBES)}, and {ALL!r}")
     return [name for name in PROBES if name in wanted]
+
+
+def probes_of(role: str) -> list[str]:
+    """The probes that decide whether a head has a role; none for a role that is measured on texts."""
+    wanted = {"suppression": "copying"}.get(role, role)
+    return probe_names([name for name in (wanted, *definition(role).unless) if name in PROBES])
 
 
 def run_probes(
