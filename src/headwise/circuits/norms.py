@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +12,7 @@ from ..errors import UnsupportedError
 
 CLOSE = {torch.float64: 1e-5, torch.float32: 1e-4}  # between a norm and its formula, relative to the largest output
 CLOSE_IN_HALF = 0.02
+OTHER_AXES = ("batch", "group", "instance")  # in the names of norms over other axes than the last
 LARGE = 100.0  # size of the numbers that a norm is tried on: its epsilon is nothing beside them
 
 
@@ -47,6 +49,12 @@ class Norm:
         return f"{self.kind} {self.path}"
 
 
+def is_norm(module: nn.Module) -> bool:
+    """Whether a module is a norm over vectors, by its class's name."""
+    name = type(module).__name__.lower()
+    return "norm" in name and not any(module.children()) and not any(axis in name for axis in OTHER_AXES)
+
+
 def read_norm(module: nn.Module, path: str, width: int, dtype: torch.dtype) -> Norm:
     """The linear parts of a norm over vectors of a width; its formula is compared with what it computes.
 
@@ -54,7 +62,6 @@ def read_norm(module: nn.Module, path: str, width: int, dtype: torch.dtype) -> N
         UnsupportedError: for a module that computes anything else.
     """
     own = next(module.parameters(), None)
-    weight, bias = (_vector(module, name, width) for name in ("weight", "bias"))
     random = torch.Generator().manual_seed(0)
     x = LARGE * (torch.randn(3, width, generator=random) + 0.7)
     x = x.to(torch.float32 if own is None else own.dtype).to("cpu" if own is None else own.device)
@@ -63,20 +70,26 @@ def read_norm(module: nn.Module, path: str, width: int, dtype: torch.dtype) -> N
             y: Tensor = module(x)
     except Exception as error:  # other people's code fails in any way
         raise UnsupportedError(f"{type(module).__name__} (at {path}) does not run on vectors of {width}") from error
-    gammas = [weight, 1 + weight] if weight is not None else [None]  # Gemma's norms have 1 + weight
     best, difference = None, float("inf")
-    for gamma in gammas:
-        for centred in (False, True):
-            norm = Norm(path, type(module).__name__, _to(gamma, dtype), _to(bias, dtype), centred)
-            formula = _formula(norm, x.to(dtype))
-            distance = float((formula - y).abs().max() / formula.abs().max().clamp(min=1e-30))
-            if distance < difference:
-                best, difference = norm, distance
+    for gamma, beta, centred in possible_forms(module, width):
+        norm = Norm(path, type(module).__name__, _to(gamma, dtype), _to(beta, dtype), centred)
+        formula = _formula(norm, x.to(dtype))
+        distance = float((formula - y).abs().max() / formula.abs().max().clamp(min=1e-30))
+        if distance < difference:
+            best, difference = norm, distance
     if best is None or not difference <= CLOSE.get(x.dtype, CLOSE_IN_HALF):
-        raise UnsupportedError(
-            f"{type(module).__name__} (at {path}) is neither a LayerNorm nor an RMSNorm by what it computes"
-        )
+        name = f"{type(module).__name__} (at {path})"
+        raise UnsupportedError(f"{name} computes neither a LayerNorm nor an RMSNorm")
     return best
+
+
+def possible_forms(module: nn.Module, width: int) -> Iterator[tuple[Tensor | None, Tensor | None, bool]]:
+    """What a norm may compute, by its parameters: gamma, beta, and whether it takes the mean off first."""
+    weight, bias = (_vector(module, name, width) for name in ("weight", "bias"))
+    gammas = [weight, 1 + weight] if weight is not None else [None]  # Gemma's norms have 1 + weight
+    for gamma in gammas:
+        for centred in (bias is not None, bias is None):
+            yield gamma, bias, centred
 
 
 def _formula(norm: Norm, x: Tensor) -> Tensor:

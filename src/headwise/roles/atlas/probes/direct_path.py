@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ....circuits.norms import Norm, read_norm
+from ....circuits.norms import Norm, is_norm, read_norm
 from ....errors import UnsupportedError
 from ....models.structure.heads import query_heads, w_o
 from ....models.structure.linear_layers import row_dim, weight_problem
@@ -139,10 +139,6 @@ def _watching(model: Any, unembedding: nn.Module, blocks: dict[Site, str], seen:
     finally:
         for handle in handles:
             handle.remove()
-
-
-def is_norm(module: nn.Module) -> bool:
-    return "norm" in type(module).__name__.lower() and not any(module.children())
 
 
 def _final_norm(model: Any, seen: _Seen, width: int) -> tuple[str | None, Norm | None]:
