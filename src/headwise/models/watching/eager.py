@@ -102,13 +102,8 @@ class EagerReading:
         weights = torch.cat([self._block(slice(i, i + 1))[1] for i in numbers], 2)
         return weights if heads is None else weights[:, heads]
 
-    def first_keys(self, real: Tensor | None) -> Tensor | None:
-        """(B, Tk) bool: the first key of each sequence; None where each block of queries tells."""
-        return None
-
     def stats(self, real: Tensor | None, classes: dict[str, Tensor]) -> HeadStats:
         total: HeadStats | None = None
-        first = self.first_keys(real)
         with torch.no_grad():
             for rows in self._blocks():
                 new = stats_from_weights(
@@ -116,7 +111,6 @@ class EagerReading:
                     offset=self.offset + rows.start,
                     queries=None if real is None else real[:, rows],
                     classes=classes,
-                    first=first,
                     cross=not self.comparable,
                     sinks=self.call.options.get("s_aux") is not None,
                 )
