@@ -1,4 +1,4 @@
-"""Statistics of full weights in PyTorch equal their definition in NumPy, in float64, whatever blocks they are cut into."""
+"""Statistics of full weights in PyTorch equal their definition in NumPy, in float64, for blocks of any size."""
 
 from __future__ import annotations
 

@@ -46,6 +46,11 @@ class EagerReading:
         return self.call.value
 
     @property
+    def absent(self) -> dict[str, str]:
+        """Statistics that this reading does not give, and why."""
+        return dict.fromkeys(("max_logit", "lse"), "its attention function gives weights and no scores")
+
+    @property
     def keys(self) -> int:
         """How many keys there are."""
         return self.call.key.shape[2]

@@ -26,7 +26,18 @@ from .call_outputs import Output, lie_in_order, outputs_at
 from .head_axes import HeadAxes, assume_axes, read_axes
 from .lineage import JOINS, LAYOUTS, RESHAPES, Lineage, change_layout, join, origin_of
 from .products import PRODUCTS, Factor, Mix, Operands, projected_axes, read_mix, read_operands, read_scores
-from .traces import DROPOUT, NOTHING, ScoreTrace, Softmax, Trace, WeightTrace, mix_places, trace_elementwise
+from .score_changes import NO_ROWS, PLAIN, Logits, RowScores, keep, only_hides
+from .traces import (
+    DROPOUT,
+    NOTHING,
+    ScoreTrace,
+    Softmax,
+    Trace,
+    WeightTrace,
+    change_operands,
+    mix_places,
+    trace_elementwise,
+)
 
 Function = Callable[..., Any]
 
@@ -63,6 +74,7 @@ class FunctionCall:
     value: Tensor  # (B, Hkv, Tk, Dv)
     axes: HeadAxes  # of the model's own tensors
     weights: Tensor | None = None  # (B, H, Tq, Tk): the softmax, before dropout; None in PyTorch's fused function
+    scores: RowScores = NO_ROWS  # (B, H, Tq): what is known of the scores that the weights are the softmax of
     mask: Tensor | None = None  # of the fused function, with four axes
     causal: bool = False  # query i sees keys 0 ... i
     scale: float | None = None
@@ -193,10 +205,12 @@ class FunctionMode(TorchFunctionMode):
         in_place = _in_place(function, name, args, kwargs)
         if in_place:
             self._keep_weights(operands)
-        output = function(*args, **kwargs)
         if name in LAYOUTS and args and args[0] is operands[0][0]:
+            output = function(*args, **kwargs)
             self._change_layout(name, function, args, kwargs, operands[0][1], output)
             return output
+        operands = change_operands(name, args, kwargs, operands, in_place)
+        output = function(*args, **kwargs)
         result = args[0] if name == "setitem" else output
         if isinstance(result, Tensor) and (result.is_floating_point() or result.is_complex()):
             self._set(result, trace_elementwise(name, result, operands))
@@ -278,7 +292,7 @@ class FunctionMode(TorchFunctionMode):
         if scores is not None:
             trace_of_scores = ScoreTrace(
                 scores.query, scores.key, tuple(output.shape[:-2]), self._query_lineage(scores.query, scores.key),
-                tuple(self.modules),
+                tuple(self.modules), logits=_product_logits(name, operands, args, kwargs),
             )  # fmt: skip
         self._set(output, Trace(lineage, trace_of_scores))
         return output
@@ -310,10 +324,12 @@ class FunctionMode(TorchFunctionMode):
         if scores is None and x.dim() != 4:
             return output
         softmax = Softmax(scores, modules)
-        problem_of_scores = problem if scores is None else scores.problem
-        self._set(output, Trace(weights=WeightTrace(_without_hidden_rows(output, x), softmax, problem_of_scores)))
+        weights, problem_of_scores = output, problem
         if scores is not None:
+            softmax.largest = x.detach().amax(-1) if x.shape[-1] else None
+            weights, problem_of_scores = _without_hidden_rows(output, softmax.largest), scores.problem
             self._pending[softmax] = None
+        self._set(output, Trace(weights=WeightTrace(weights, softmax, problem_of_scores)))
         return output
 
     # attention calls
@@ -353,6 +369,10 @@ class FunctionMode(TorchFunctionMode):
                 x = x.expand(*full, *x.shape[-2:]).reshape(*lead, *x.shape[-2:])
             return axes.by_head(x)
 
+        def rows_by_head(x: Tensor | None) -> Tensor | None:
+            return None if x is None else by_head(x.reshape(*lead, rows, 1), lead)[..., 0]
+
+        known = trace.read_rows()
         return FunctionCall(
             modules,
             by_head(query, scores.lead),
@@ -360,6 +380,7 @@ class FunctionMode(TorchFunctionMode):
             by_head(value, tuple(weights.shape[:-2])),
             axes,
             weights=by_head(trace.weights.reshape(*lead, rows, columns), lead),
+            scores=RowScores(rows_by_head(known.logits), rows_by_head(known.lse), known.absent),
         )
 
     def _fused(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -494,12 +515,25 @@ def _qualified_name(function: Function) -> str:
     return f"{module}.{name}" if module else name
 
 
-def _without_hidden_rows(weights: Tensor, scores: Tensor) -> Tensor:
-    """The weights, with zeros for the NaN of rows whose keys are all hidden by -inf."""
+def _without_hidden_rows(weights: Tensor, largest: Tensor | None) -> Tensor:
+    """The weights, with zeros for the NaN of rows whose largest score is -inf: all of their keys are hidden."""
+    hidden = None if largest is None else largest == -torch.inf
+    if hidden is None or not bool(hidden.any()):
+        return weights
     with torch.no_grad():
-        if not bool(weights.isnan().any()):
-            return weights
-        return weights.masked_fill((scores == -torch.inf).all(-1, keepdim=True), 0.0)
+        return weights.masked_fill(hidden[..., None], 0.0)
+
+
+def _product_logits(name: str, operands: Operands, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Logits:
+    """Where scale * q.k of a product is: baddbmm adds a bias to it."""
+    beta, bias = kwargs.get("beta", 1), kwargs.get("input", args[0] if args else None)
+    if name != "baddbmm" or not beta or only_hides(bias, beta):
+        return PLAIN
+    with torch.no_grad():
+        product = torch.bmm(operands.left, operands.right)
+    scale = float(kwargs.get("alpha", 1))
+    problem = None if scale > 0 else "it multiplies its scores by a number below 0"
+    return replace(keep(product, PLAIN), scale=scale, problem=problem)
 
 
 def _in_place(function: Function, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
