@@ -24,9 +24,11 @@ from ..passes import in_backward
 from ..structure.discovery import source_of
 from ..structure.observed import ObservedLayer, add_layer, observed_layers
 from ..structure.sites import Site
+from .attention_calls import FunctionCall, Rejection
 from .call_reader import ModelCall, Reading, read_mask
 from .eager import EagerReading
-from .function_calls import FunctionCall, FunctionMode, Rejection, is_own_computation, own_computation
+from .function_mode import FunctionMode
+from .own_computation import is_own_computation, own_computation
 from .score_changes import NO_ROWS, RowScores
 from .sources import KnownCall
 
