@@ -20,6 +20,7 @@ from ..structure.linear_layers import row_dim
 from ..structure.observed import copy_layers, forget_layers
 from ..structure.projections import Projections, check_zeroable, layer_shapes, projections, refusal
 from ..structure.sites import ByLayer, Site, attention_sites, find_site, first_per_module, require_sites
+from ..structure.wrappers import is_sharded
 from .compensation import COMPENSATE, Compensation, add_to_output_bias, removed_outputs
 from .dummy_inputs import close, difference, dummy_inputs, failure, first_line, random_input
 from .kept_heads import KeptHeads, kept_heads, set_head_numbers, set_kept_heads
@@ -247,6 +248,11 @@ def _copy(model: Model) -> Model:
     """A copy to cut, with all weights in memory."""
     if has_hooks(model):
         raise HeadwiseError("the model is being watched or masked; prune it outside of that `with`")
+    if is_sharded(model):
+        raise UnsupportedError(
+            f"{type(model).__name__} is sharded by FSDP, so that no rank has all weights of a head; prune the model "
+            "before it is sharded"
+        )
     try:
         duplicate: Model = in_memory(model)
     except (TypeError, NotImplementedError, RuntimeError) as error:  # process groups, handles and the like

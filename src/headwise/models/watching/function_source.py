@@ -21,7 +21,7 @@ from ...attention.stats import HeadStats, stats_from_weights
 from ...errors import UnsupportedError
 from ..hooks import Hooks, check_values
 from ..passes import in_backward
-from ..structure.discovery import source_of
+from ..structure.discovery import source_of, written_class
 from ..structure.observed import ObservedLayer, add_layer, observed_layers
 from ..structure.sites import Site
 from .attention_calls import FunctionCall, Rejection
@@ -113,7 +113,7 @@ class FunctionSource:
         self._watch = watch
         self._served = {site.module for site in sites if site.source != "function"}
         # modules whose class says that they attend; beside them there are those that were seen to
-        self._expected = {site.module for site in sites if source_of(type(site.module)) == "function"}
+        self._expected = {site.module for site in sites if source_of(written_class(site.module)) == "function"}
         self._paths: dict[nn.Module, str] = {module: path for path, module in watch.model.named_modules()}
         self._passes: dict[threading.Thread, _Pass] = {}
         # by attention module and turn: sequences and keys of its newest call
@@ -239,7 +239,7 @@ class FunctionSource:
         if not rejections:
             rejections = [Rejection(path, type(module).__name__, "it was called, and no attention was seen")]
             self.reject(rejections[0])
-        if type(module).__module__.startswith("transformers."):  # its name is not a guess
+        if written_class(module).__module__.startswith("transformers."):  # its name is not a guess
             raise UnsupportedError(f"{rejections[0]}; its heads cannot be watched")
 
     def _attention_module(self, modules: tuple[nn.Module, ...]) -> nn.Module:
