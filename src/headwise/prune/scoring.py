@@ -74,7 +74,7 @@ def refuse_quantized(model: nn.Module) -> None:
 def output_weights(scoring: ScoringRun, site: Site) -> Tensor:
     """The columns of W_O that belong to each head: (H, width, head_dim)."""
     path, out = w_o(scoring.model, site)
-    weight = getattr(out, "weight", None)
+    weight: Any = getattr(out, "weight", None)
     plain = type(weight) in (Tensor, nn.Parameter)  # torchao's and FSDP's tensors are of other classes
     if not plain or not weight.is_floating_point() or weight.is_meta or weight.dim() != 2:
         raise UnsupportedError(
