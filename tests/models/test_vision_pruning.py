@@ -8,8 +8,8 @@ from torch import nn
 
 import headwise
 from headwise.errors import UnsupportedError
+from headwise.models.structure.image_input import image_input
 from headwise.models.structure.sites import attention_sites
-from headwise.models.surgery.image_input import image_input
 
 WIDTH, HEADS, DIM, DEPTH, SIDE, PATCH, CLASSES = 20, 5, 4, 3, 12, 4, 7
 F64 = torch.float64
