@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ..torch_modes import in_forward_mode, in_transform, is_recording
+from ..torch_modes import in_forward_mode, in_transform
 
 SHORT = 256  # tokens up to which PyTorch's fused layer gains more than our attention does; benchmarks/replace_attention
 
@@ -25,7 +25,7 @@ class HeadwiseTransformerEncoderLayer(nn.TransformerEncoderLayer):
         is_causal: bool = False,
     ) -> Tensor:
         """As nn.TransformerEncoderLayer.forward."""
-        if src_mask is None and src_key_padding_mask is None and _is_short(src, self.self_attn.batch_first):
+        if src_mask is None and src_key_padding_mask is None and _is_short(src):
             return super().forward(src, is_causal=is_causal)
         if self.norm_first:
             x = src + self._sa_block(self.norm1(src), src_mask, src_key_padding_mask, is_causal=is_causal)
@@ -34,8 +34,11 @@ class HeadwiseTransformerEncoderLayer(nn.TransformerEncoderLayer):
         return self.norm2(x + self._ff_block(x))
 
 
-def _is_short(x: Tensor, batch_first: bool) -> bool:
-    """Whether x has few tokens; not in a graph for other lengths, nor in transforms that fused code does not have."""
-    if torch.compiler.is_compiling() or is_recording() or in_transform() or in_forward_mode() or x.is_nested:
+def _is_short(x: Tensor) -> bool:
+    """Whether x has few tokens; not where lengths are recorded, nor in transforms that fused code does not have.
+
+    The second axis is taken for the tokens: where it is not, PyTorch's layer does not run its fused code.
+    """
+    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
         return False
-    return x.dim() == 3 and x.shape[1 if batch_first else 0] <= SHORT
+    return not (in_transform() or in_forward_mode() or x.is_nested) and x.dim() == 3 and x.shape[1] <= SHORT
