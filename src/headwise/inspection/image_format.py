@@ -9,7 +9,7 @@ import numpy as np
 from torch import nn
 
 from ..errors import UnsupportedError
-from ..models.structure.image_input import CONFIGS, image_input
+from ..models.structure.image_input import CONFIGS, as_pair, image_input
 
 PLAIN = (0.5,)  # mean and deviation of pixels where nothing says them
 NO_PROCESSOR = "no preprocessor_config.json: resized to {1} x {0} pixels and scaled by mean 0.5, deviation 0.5"
@@ -64,10 +64,3 @@ def _format_of_layers(model: nn.Module, name: str) -> ImageFormat:
     note = NO_CONFIG.format(width, height, *(", ".join(f"{x:g}" for x in values) for values in (mean, deviation)))
     patch = (kernel[0], kernel[1]) if in_patches else None
     return ImageFormat(argument, (height, width), patch, pixels.shape[1], mean, deviation, note)
-
-
-def as_pair(size: Any) -> tuple[int, int] | None:
-    """A size as height and width."""
-    if isinstance(size, int):
-        return size, size
-    return (size[0], size[1]) if isinstance(size, (tuple, list)) and len(size) == 2 else None
