@@ -12,7 +12,7 @@ from torch.nn.utils import parametrize, prune
 
 import headwise
 from headwise import replace_attention, restore_attention
-from headwise.attention.nn import torch_module
+from headwise.attention.nn import torch_encoder, torch_module
 from headwise.attention.nn.torch_module import HeadwiseMultiheadAttention
 from headwise.errors import MaskError, ShapeError, UnsupportedError
 from helpers.known_modules import spread
@@ -354,20 +354,70 @@ def test_transformer_encoder_gives_the_same_output_in_every_mode(batch_first, no
             close(ours(x, **options), theirs(x, **options))
 
 
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_encoder_in_inference_calls_the_module_instead_of_the_fast_path(monkeypatch):
-    ours = replace_attention(encoder().eval())
-    calls = []
+def count_calls(monkeypatch) -> list[torch.Tensor]:
+    """The queries of all calls of our module, as they come."""
+    calls: list[torch.Tensor] = []
     forward = HeadwiseMultiheadAttention.forward
     monkeypatch.setattr(
         HeadwiseMultiheadAttention, "forward", lambda self, *xs, **o: calls.append(xs[0]) or forward(self, *xs, **o)
     )
+    return calls
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_encoder_in_inference_calls_the_module_instead_of_the_fast_path(monkeypatch):
+    ours, calls = replace_attention(encoder().eval()), count_calls(monkeypatch)
     x = torch.randn(BATCH, KEYS, WIDTH, dtype=F64)
     with torch.no_grad():
+        monkeypatch.setattr(torch_encoder, "SHORT", KEYS - 1)
         ours(x)
         assert len(calls) == 2
         ours(x, src_key_padding_mask=masks()["padding"]["key_padding_mask"])
     assert [x.is_nested for x in calls] == [False, False, True, True]
+
+
+@either("norm_first", [True, False])
+def test_short_sequences_without_masks_keep_the_fast_path_and_masked_ones_do_not(norm_first, monkeypatch):
+    theirs = encoder(norm_first=norm_first).eval()
+    ours, calls = replace_attention(copy.deepcopy(theirs)), count_calls(monkeypatch)
+    x = torch.randn(BATCH, KEYS, WIDTH, dtype=F64)
+    with torch.no_grad():
+        assert torch.equal(ours(x), theirs(x)) and not calls
+        close(ours(x, mask=causal_mask(KEYS, KEYS, F64)), theirs(x, mask=causal_mask(KEYS, KEYS, F64)))
+        assert len(calls) == 2
+        all_hidden = torch.ones(KEYS, KEYS, dtype=torch.bool)
+        assert ours(x, mask=all_hidden).isfinite().all()
+        ours.layers[0].self_attn.out_proj.register_forward_hook(lambda *_: None)
+        del calls[:]
+        close(ours(x), theirs(x))
+    assert len(calls) == 1  # of the layer with a hook, which the fast path would skip
+    ours.train()(x)
+    assert len(calls) == 3
+
+
+def test_a_layer_of_the_users_own_calls_the_module_for_short_sequences_too(monkeypatch):
+    class Layer(nn.TransformerEncoderLayer):
+        pass
+
+    layer = Layer(WIDTH, HEADS, 2 * WIDTH, 0.0, batch_first=True, dtype=F64).eval()
+    twin = nn.TransformerEncoderLayer(WIDTH, HEADS, 2 * WIDTH, 0.0, batch_first=True, dtype=F64).eval()
+    twin.self_attn = layer.self_attn  # one module in both
+    model = replace_attention(nn.Sequential(layer, twin))
+    assert type(layer) is Layer and type(twin) is nn.TransformerEncoderLayer
+    calls = count_calls(monkeypatch)
+    with torch.no_grad():
+        model(torch.randn(BATCH, KEYS, WIDTH, dtype=F64))
+    assert len(calls) == 2
+
+
+@either("duplicate", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))], ids=["deepcopy", "pickle"])
+def test_copies_of_an_attention_module_alone_keep_out_of_the_fast_path_until_restored(duplicate):
+    layer = encoder().layers[0]
+    replace_attention(layer.self_attn)
+    twin = duplicate(layer)
+    assert type(twin) is nn.TransformerEncoderLayer and len(twin.self_attn._forward_pre_hooks) == 1
+    restore_attention(twin)
+    assert not twin.self_attn._forward_pre_hooks and type(twin.self_attn) is nn.MultiheadAttention
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
@@ -510,11 +560,11 @@ def test_copies_are_replaced_too_and_can_be_restored(duplicate):
     model = replace_attention(encoder().eval())
     twin = duplicate(model)
     assert type(twin.layers[1].self_attn) is HeadwiseMultiheadAttention
-    assert len(twin.layers[1].self_attn._forward_pre_hooks) == 1
+    assert type(twin.layers[1]) is torch_encoder.HeadwiseTransformerEncoderLayer
     x = torch.randn(BATCH, KEYS, WIDTH, dtype=F64)
     close(twin(x), model(x))
     restore_attention(twin)
-    assert not twin.layers[1].self_attn._forward_pre_hooks
+    assert type(twin.layers[1]) is nn.TransformerEncoderLayer
     assert type(model.layers[1].self_attn) is HeadwiseMultiheadAttention
 
 

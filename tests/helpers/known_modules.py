@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from headwise.attention.stats import HeadStats, stats_from_weights
 
@@ -20,13 +22,19 @@ def spread(module: nn.Module) -> Any:
 
 
 def assert_statistics(stats: HeadStats, weights: Tensor, **options: Any) -> None:
-    """Statistics equal those of the weights (B, H, Tq, Tk); options as of stats_from_weights.
+    """Statistics equal those of the weights (B, H, Tq, Tk) by the definition, in NumPy; options as of it.
 
     Weights alone do not tell lse and max_logit: of calls that are seen as queries and keys, `stats` has them.
     """
-    expected = stats_from_weights(weights, **options)
+    expected = stats_from_weights(array(weights), **tree_map_only(Tensor, array, options))
     assert set(stats) - {"lse", "max_logit"} == set(expected)
-    torch.testing.assert_close(stats.count, expected.count)
+    np.testing.assert_array_equal(array(stats.count), expected.count)
     for name in expected:
         # a sum over queries and keys of terms of at most a few units, in float64
-        torch.testing.assert_close(stats.sums[name], expected.sums[name], rtol=1e-10, atol=1e-10)
+        np.testing.assert_allclose(array(stats.sums[name]), expected.sums[name], rtol=1e-10, atol=1e-10, err_msg=name)
+
+
+def array(x: Tensor) -> np.ndarray:
+    """A tensor's values."""
+    values: np.ndarray = x.detach().cpu().numpy()
+    return values

@@ -13,13 +13,16 @@ import pytest
 import torch
 import transformers
 from PIL import Image
+from torch import nn
 
 import headwise
 from headwise.errors import HeadwiseError, UnsupportedError
 from headwise.inspection import ImageInspection, encode_image
 from headwise.inspection.image_terminal import draw_patches
 from headwise.models.structure.image_model import image_model
+from headwise.ui.image_capture import run_image
 from helpers import small_checkpoints, vision_checkpoints
+from helpers.undeclared_models import WIDTH, Einsum, inputs_of_layers, merge, split
 
 ROUNDING = float(np.finfo(np.float32).eps)  # of a weight of at most 1, computed in float64 and stored in float32
 
@@ -53,6 +56,80 @@ def test_patch_weights_are_the_models_own(name: str) -> None:
             for source, row in zip(seen.words.names, matrix, strict=True):
                 patches = row[len(special) :].reshape(5, 5)
                 assert abs(seen.patch_weights((layer, head), source) - patches).max() <= ROUNDING
+
+
+class PlainVision(nn.Module):
+    """A vision transformer without a config, of attention that no class declares."""
+
+    def __init__(self, special: tuple[str, ...] = ("cls_token",), patch: Any = 6, **options: Any) -> None:
+        super().__init__()
+        self.img_size = (18, 30)
+        self.patch_embed = nn.Conv2d(3, WIDTH, patch, **{"stride": patch, **options})
+        for number, name in enumerate(special):
+            self.register_parameter(name, nn.Parameter(torch.randn(1, number + 1, WIDTH)))
+        self.special = special
+        self.blocks = nn.ModuleList(Einsum() for _ in range(2))
+
+    def forward(self, pixels: torch.Tensor) -> torch.Tensor:
+        patches = self.patch_embed(pixels).flatten(2).mT
+        x = torch.cat([*(getattr(self, name).expand(len(pixels), -1, -1) for name in self.special), patches], 1)
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+@pytest.mark.parametrize("special", [(), ("cls_token",), ("class_token", "reg_token")])
+def test_a_model_without_a_config_shows_the_patches_of_its_first_layer(special: tuple[str, ...]) -> None:
+    torch.manual_seed(0)
+    model = PlainVision(special).double().eval()
+    model.pretrained_cfg = {"mean": (0.1, 0.2, 0.3), "std": (0.4, 0.5, 0.6)}
+    names = {"cls_token": ["[CLS]"], "class_token": ["[CLS]"], "reg_token": ["[REG 0]", "[REG 1]"]}
+    seen = inspect(model)
+    expected_names = [name for parameter in model.special for name in names[parameter]]
+    assert (list(seen.image.special), seen.image.rows, seen.image.columns) == (expected_names, 3, 5)
+    assert seen.notes == ("resized to 30 x 18 pixels and scaled by mean 0.1, 0.2, 0.3, deviation 0.4, 0.5, 0.6",)
+    picture = np.asarray(vision_checkpoints.image().resize((30, 18)), np.float32) / 255
+    pixels = torch.from_numpy(((picture - [0.1, 0.2, 0.3]) / [0.4, 0.5, 0.6]).astype(np.float32).transpose(2, 0, 1))
+    inputs = inputs_of_layers(model, list(model.blocks), pixels[None].double())
+    for layer, (block, x) in enumerate(zip(model.blocks, inputs, strict=True)):
+        for head, matrix in enumerate(block.weights_by_hand(x)[0].numpy()):
+            for source, row in zip(seen.words.names, matrix, strict=True):
+                patches = row[len(expected_names) :].reshape(3, 5)
+                assert abs(seen.patch_weights((layer, head), source) - patches).max() <= ROUNDING
+
+
+def test_the_view_shows_a_model_without_a_config_over_its_patches() -> None:
+    shown = run_image(vision_checkpoints.image(), PlainVision().eval())
+    assert shown.texts[0].image is not None
+    assert (shown.texts[0].image.rows, shown.texts[0].image.columns) == (3, 5)
+    assert [record.reading.q.shape[1:3] for record in shown.layers] == [(3, 16), (3, 16)]
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (PlainVision(stride=3), "PlainVision has a first layer of other patches; its tokens are no patches of a grid"),
+        (PlainVision(("query",)), "PlainVision attends over 16 tokens, not over 3 x 5 patches"),
+        (nn.Linear(3, 3), "Linear does not say that it takes one image, of which size; an image needs a vision model"),
+    ],
+)
+def test_a_model_without_a_config_whose_tokens_are_not_known_is_refused(model: nn.Module, words: str) -> None:
+    with pytest.raises(UnsupportedError, match=words):
+        inspect(model)
+
+
+def test_a_model_whose_attention_between_patches_is_not_seen_is_refused_with_the_reason() -> None:
+    class Mixed(Einsum):
+        def mix(self, x: Any, q: Any, k: Any, v: Any) -> Any:
+            weights = (split(q) @ split(k).mT).softmax(-1)
+            return merge((weights * weights) @ split(v))
+
+    model = PlainVision()
+    model.blocks = nn.ModuleList([Mixed()])
+    with pytest.raises(
+        UnsupportedError, match="none of its attention layers .* it changes its weights between softmax"
+    ):
+        inspect(model)
 
 
 def test_an_oblong_image_has_rows_and_columns_apart() -> None:

@@ -51,7 +51,43 @@ def dynamic(model: nn.Module) -> nn.Module:
         return torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, dtype=torch.qint8)
 
 
-EACH_KIND = pytest.mark.parametrize("quantize", [packed, dynamic])
+class Int8Tensor(Tensor):
+    """Like torchao's: 8-bit numbers with the shape and dtype of the weight; linear layers take it, little else does."""
+
+    numbers: Tensor
+    scale: float
+
+    @staticmethod
+    def __new__(cls, numbers: Tensor, scale: float) -> Int8Tensor:
+        tensor: Int8Tensor = Tensor._make_wrapper_subclass(cls, numbers.shape, dtype=torch.get_default_dtype())
+        tensor.numbers, tensor.scale = numbers, scale
+        return tensor
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is nn.functional.linear:
+            x, weight, *bias = args
+            return nn.functional.linear(x, weight.numbers.to(x.dtype) * weight.scale, *bias)
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(cls, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if operator is torch.ops.aten.detach.default:
+            return cls(args[0].numbers, args[0].scale)
+        raise NotImplementedError(f"Int8Tensor dispatch: attempting to run unimplemented operator/function: {operator}")
+
+
+def subclassed(model: nn.Module) -> nn.Module:
+    for path, module in model.named_modules():
+        if isinstance(module, nn.Linear) and "proj" in path:
+            scale = float(module.weight.abs().max()) / 127
+            numbers = (module.weight.detach() / scale).round().to(torch.int8)
+            module.weight = nn.Parameter(Int8Tensor(numbers, scale), requires_grad=False)
+    return model
+
+
+EACH_KIND = pytest.mark.parametrize("quantize", [packed, dynamic, subclassed])
 
 
 def model_of(quantize: Any) -> Any:

@@ -8,8 +8,8 @@ from torch import nn
 
 import headwise
 from headwise.errors import UnsupportedError
+from headwise.models.structure.image_input import image_input
 from headwise.models.structure.sites import attention_sites
-from headwise.models.surgery.image_input import image_input
 
 WIDTH, HEADS, DIM, DEPTH, SIDE, PATCH, CLASSES = 20, 5, 4, 3, 12, 4, 7
 F64 = torch.float64
@@ -208,6 +208,32 @@ def test_another_layout_under_the_same_name_is_refused(new_head):
         nn.init.zeros_(model.head.weight)
     with pytest.raises(UnsupportedError, match="without them its code computes something else"):
         headwise.prune_heads(model, REMOVED)
+
+
+class TwoScales(VisionTransformer):
+    """Its patches are of another size than that of the whole image, as those of CrossViT's branches."""
+
+    def forward(self, x):
+        if x.shape[-1] != 2 * SIDE:
+            raise AssertionError(f"Input image size ({x.shape[-1]}) doesn't match model ({2 * SIDE}).")
+        return super().forward(x[..., ::2, ::2])
+
+
+def test_a_model_that_fails_on_the_made_up_image_is_not_said_to_fail_without_heads():
+    torch.manual_seed(0)
+    model = TwoScales(Attention).to(F64).eval()
+    with pytest.raises(
+        UnsupportedError,
+        match=r"TwoScales itself, with all of its heads, fails on the inputs that the result is tried on \(Input image "
+        r"size \(12\) doesn't match model \(24\).\); give batches=\[inputs of the model\] to compare on, or zero=True",
+    ):
+        headwise.prune_heads(model, REMOVED)
+    images = torch.randn(2, 3, 2 * SIDE, 2 * SIDE, dtype=F64)
+    smaller = headwise.prune_heads(model, REMOVED, batches=[{"x": images}])
+    with torch.no_grad(), headwise.mask_heads(model, REMOVED):
+        torch.testing.assert_close(smaller(images), model(images), rtol=0, atol=1e-12)
+    with pytest.raises(UnsupportedError, match="TwoScales itself, with all of its heads, fails"):
+        headwise.prune_heads(model, REMOVED, batches=[{"x": images[..., :SIDE, :SIDE]}])
 
 
 def test_layers_of_a_sequential_are_numbered_and_of_one_kind():

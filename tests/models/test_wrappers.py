@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed import destroy_process_group, init_process_group
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import headwise
+from headwise.errors import UnsupportedError
 from headwise.models.structure.wrappers import inner_model
 from helpers.known_modules import ROUNDING, spread
-from helpers.undeclared_models import WIDTH, Einsum, Stack
+from helpers.undeclared_models import HEADS, WIDTH, Einsum, Stack, merge, split
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -62,6 +67,93 @@ def test_models_under_data_parallel_and_weight_averaging_are_found() -> None:
 def test_a_model_under_distributed_data_parallel_is_found(process_group: None) -> None:
     model, x = spread(Stack(Einsum)), torch.randn(2, 7, WIDTH)
     assert_watched_and_masked(model, nn.parallel.DistributedDataParallel(model), x)
+
+
+def shard_twice(model: Any, policy: set[type[nn.Module]]) -> Any:
+    """FSDP2: the modules of some classes, and then the rest."""
+    mesh = init_device_mesh("cpu", (1,))
+    for module in list(model.modules()):
+        if type(module) in policy:
+            fully_shard(module, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def wrap_shards(model: Any, policy: set[type[nn.Module]]) -> Any:
+    """FSDP1."""
+    return FullyShardedDataParallel(
+        model, auto_wrap_policy=ModuleWrapPolicy(policy), device_id=torch.device("cpu"), use_orig_params=True
+    )
+
+
+class Declared(nn.Module):
+    """An attention class of the usual names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.W_Q, self.W_K, self.W_V, self.W_O = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.heads = HEADS
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (split(linear(x)) for linear in (self.W_Q, self.W_K, self.W_V))
+        return self.W_O(merge((q @ k.mT).softmax(-1) @ v))
+
+
+def encoder() -> nn.Module:
+    layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 31, dropout=0.0, batch_first=True)
+    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+
+# each model, and the classes whose modules are sharded on their own
+SHARDED: dict[str, tuple[Callable[[], nn.Module], set[type[nn.Module]]]] = {
+    "undeclared": (lambda: Stack(Einsum), {Einsum}),
+    "undeclared, whole": (lambda: Stack(Einsum), set()),
+    "declared": (lambda: nn.Sequential(Declared(), Declared()), {Declared}),
+    "of PyTorch, by layers": (encoder, {nn.TransformerEncoderLayer}),
+    "of PyTorch, by attention": (encoder, {nn.MultiheadAttention}),
+    "of headwise": (
+        lambda: nn.Sequential(*(headwise.MultiHeadAttention(WIDTH, HEADS) for _ in range(2))),
+        {headwise.MultiHeadAttention},
+    ),
+}
+
+
+@pytest.mark.parametrize("shard", [shard_twice, wrap_shards])
+@pytest.mark.parametrize("name", SHARDED)
+def test_models_that_fsdp_shards_are_watched_masked_and_recorded(
+    name: str, shard: Callable[..., Any], process_group: None
+) -> None:
+    make, policy = SHARDED[name]
+    if Declared in policy:
+        headwise.adapt(Declared, query="W_Q", key="W_K", value="W_V", output="W_O", heads="heads")
+    model, x = spread(make()).train(), torch.randn(2, 7, WIDTH)
+    sharded = shard(copy.deepcopy(model), policy)
+    optimizer = torch.optim.SGD(sharded.parameters(), 0.1)  # after a pass, FSDP2 shows other parameters until backward
+    with headwise.watch(model, weights=True, outputs=True) as expected:
+        model(x)
+    with headwise.watch(sharded, weights=True, outputs=True) as seen:
+        sharded(x)
+    assert len(seen.layers) == len(expected.layers) == 2
+    for layer, other in zip(seen.layers, expected.layers, strict=True):
+        assert layer.key == other.key and layer.heads == other.heads and layer.source == other.source
+        torch.testing.assert_close(layer.weights.detach(), other.weights.detach(), rtol=0, atol=ROUNDING)
+        torch.testing.assert_close(layer.stats.max_logit, other.stats.max_logit, rtol=1e-12, atol=0)
+    with headwise.mask_heads(model, {0: [1]}):
+        masked = model(x)
+    with headwise.mask_heads(sharded, {0: [1]}):
+        torch.testing.assert_close(sharded(x), masked, rtol=1e-12, atol=1e-12)
+    with headwise.Recorder(sharded, every=1, path=None) as recorder:
+        sharded(x).sum().backward()
+        optimizer.step()
+    assert recorder.entry is not None
+    recorded = recorder.entry.values["self", 0]["entropy"]
+    torch.testing.assert_close(torch.tensor(recorded), expected.layers[0].stats.entropy, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("shard", [shard_twice, wrap_shards])
+def test_pruning_a_model_that_fsdp_shards_is_refused(shard: Callable[..., Any], process_group: None) -> None:
+    sharded = shard(encoder(), {nn.TransformerEncoderLayer})
+    with pytest.raises(UnsupportedError, match="is sharded by FSDP, so that no rank has all weights of a head"):
+        headwise.prune_heads(sharded, {0: [1]})
 
 
 def test_wrappers_inside_of_wrappers_are_opened() -> None:

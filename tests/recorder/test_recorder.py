@@ -10,13 +10,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 from torch import nn
 
 import headwise
 from headwise import HeadwiseError, Recorder, UnsupportedError
 from headwise.attention.stats import stats_from_weights
 from headwise.recorder import LogEntry
+from headwise.recorder.terminal import draw_log
 from helpers.training import BATCH, CLOSE, HEADS, LAYERS, LENGTH, WIDTH, batches, small_gpt2, train
+from helpers.undeclared_models import DIM, Einsum, Stack, merge, split
+from helpers.undeclared_models import WIDTH as STACK_WIDTH
 
 
 def record_step(model: Any, inputs: list[torch.Tensor], **options: Any) -> LogEntry:
@@ -85,6 +89,46 @@ def test_training_with_a_recorder_gives_the_same_parameters_to_the_bit() -> None
                 train(model, batches(4))
     for a, b in zip(*(model.parameters() for model in models), strict=True):
         assert torch.equal(a, b)
+
+
+def train_stack(model: nn.Module, x: torch.Tensor, steps: int = 1) -> None:
+    """Optimizer steps on a model of tokens."""
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    for _ in range(steps):
+        model(x).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_hand_written_attention_has_the_max_logit_of_its_own_scores() -> None:
+    torch.manual_seed(2)
+    model = Stack(Einsum, 1).double().train()
+    x = torch.randn(BATCH, LENGTH, STACK_WIDTH, dtype=torch.float64)
+    step = model.steps[0]
+    scores = (split(step.asks(x)) @ split(step.offers(x)).mT).detach() / DIM**0.5
+    with Recorder(model, every=1, path=None) as recorder:
+        train_stack(model, x)
+    assert recorder.entry is not None
+    values = recorder.entry.values["self", 0]["max_logit"]
+    np.testing.assert_allclose(values, scores.amax((0, 2, 3)), **CLOSE)
+
+
+def test_a_max_logit_that_cannot_be_known_is_reported_once_and_shown_in_words(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Squared(Einsum):
+        def mix(self, x: Any, q: Any, k: Any, v: Any) -> Any:
+            return merge((split(q) @ split(k).mT).square().softmax(-1) @ split(v))
+
+    model, x = Stack(Squared).train(), torch.randn(BATCH, LENGTH, STACK_WIDTH)
+    path = tmp_path / "heads.jsonl"
+    with caplog.at_level(logging.WARNING), Recorder(model, every=1, path=path) as recorder:
+        train_stack(model, x, 3)
+    words = "max_logit of steps.0 is not recorded, nor of layers like it: its scores pass through square before"
+    assert caplog.text.count(words) == caplog.text.count("max_logit") == 1
+    assert recorder.log.steps == [1, 2, 3] and "max_logit" not in recorder.log.names
+    Console(width=80).print(draw_log(recorder.log, 80, colour=False))
+    assert "max_logit: not recorded, the scores before softcap and mask are not known" in capsys.readouterr().out
 
 
 def test_encoder_decoder_models_have_entries_of_every_kind() -> None:

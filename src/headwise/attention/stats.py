@@ -283,25 +283,34 @@ def stats_from_weights(
         classes: {name: (B, Tk) bool}, keys whose share of the weight is wanted.
         cross: positions of queries and keys do not compare, so there are no positional statistics.
         sinks: whether the weight that is missing from a row is the sink's.
-        visible: (B, H, Tq, Tk) bool, the keys each query may attend to; by default those with a weight above 0.
+        visible: (B, H, Tq, Tk) bool, the keys each query may attend to; by default those with a weight other than 0.
         first: (B, Tk) bool, the first existing key of each sequence; by default the first that a counted query sees.
-        logits: (B, H, Tq, Tk), scale * q.k before softcap and bias: without them there is no max_logit.
+        logits: (B, H, Tq, Tk), scale * q.k before softcap and bias, or (B, H, Tq), the largest of each query's visible
+            keys: without them there is no max_logit.
         lse: (B, H, Tq), the log-sum-exp of each query's scores and sink: without it there is no lse.
         received: whether the weight that each key receives is wanted.
 
     Example:
         >>> stats_from_weights(model(**inputs, output_attentions=True).attentions[0]).entropy
     """
-    xp, a, i, j = _in_double(weights)  # NumPy or PyTorch
-    visible = a > 0 if visible is None else visible
+    if not isinstance(weights, np.ndarray):
+        from .weight_stats import stats_from_tensor
+
+        return stats_from_tensor(
+            weights, offset=offset, queries=queries, classes=classes, cross=cross, sinks=sinks, visible=visible,
+            first=first, logits=logits, lse=lse, received=received,
+        )  # fmt: skip
+    a = weights.astype(float)
+    i, j = np.arange(a.shape[2])[:, None], np.arange(a.shape[3])
+    visible = a != 0 if visible is None else visible
     real = visible.any(-1) if queries is None else visible.any(-1) & queries[:, None]  # (B, H, Tq)
     if first is None:
         exists = (visible & real[..., None]).any(2).any(1)  # (B, Tk)
         first = exists & (exists.cumsum(-1) == 1)
     step = j - (i + (offset if isinstance(offset, int) else offset.reshape(-1, 1, 1, 1)))  # (B or 1, 1, Tq, Tk)
     per_query = {
-        "entropy": -(a * xp.log(xp.where(a > 0, a, 1.0))).sum(-1),
-        "confidence": xp.amax(a, -1) if a.shape[-1] else a.sum(-1),
+        "entropy": -(a * np.log(np.where(a == 0, 1.0, a))).sum(-1),
+        "confidence": a.max(-1) if a.shape[-1] else a.sum(-1),
         "first": (a * first[:, None, None]).sum(-1),
     }
     if not cross:
@@ -312,25 +321,14 @@ def stats_from_weights(
     if lse is not None:
         per_query["lse"] = lse
     per_query |= {SHARE + name: (a * keys[:, None, None]).sum(-1) for name, keys in (classes or {}).items()}
-    sums = {name: xp.where(real, values, 0.0).sum(-1) for name, values in per_query.items()}
-    count = xp.where(real, xp.ones_like(per_query["first"]), 0.0).sum(-1)
+    sums = {name: np.where(real, values, 0.0).sum(-1) for name, values in per_query.items()}
     maxima = {}
     if logits is not None:
-        seen = xp.where(visible & real[..., None], logits, -xp.inf)
-        maxima["max_logit"] = _largest(_largest(seen, -1), -1)
-    return HeadStats(sums, count, maxima, xp.where(real[..., None], a, 0.0).sum(2) if received else None)
-
-
-def _in_double(weights: Any) -> tuple[Any, Any, Any, Any]:
-    """The array's library, the weights in float64, and the numbers of queries (Tq, 1) and keys (Tk,)."""
-    rows, keys = weights.shape[2:]
-    if isinstance(weights, np.ndarray):
-        return np, weights.astype(float), np.arange(rows)[:, None], np.arange(keys)
-    import torch
-
-    at = weights.device
-    a = weights.detach().to(torch.float32 if at.type == "mps" else torch.float64)  # Apple's GPUs have no float64
-    return torch, a, torch.arange(rows, device=at)[:, None], torch.arange(keys, device=at)
+        of_rows = logits if logits.ndim == 3 else _largest(np.where(visible, logits, -np.inf), -1)
+        maxima["max_logit"] = _largest(np.where(real, of_rows, -np.inf), -1)
+    return HeadStats(
+        sums, real.sum(-1).astype(float), maxima, np.where(real[..., None], a, 0.0).sum(2) if received else None
+    )
 
 
 def _concatenate(parts: Sequence[Any]) -> Any:

@@ -16,19 +16,23 @@ import torch
 from ..errors import HeadwiseError, UnsupportedError
 from ..models.loading.quiet import quiet_transformers
 from ..models.structure import attention_sites
+from ..models.text_inputs import run_on_tokens
+from ..models.watching import watch
+from .image_format import ImageFormat, image_format
 from .words import Words, single_token_words
 
 MISSING = "images need Pillow; get it with: pip install 'headwise[images]'"
-PLAIN_NOTE = "no preprocessor_config.json: resized to {} x {} pixels and scaled by mean 0.5, deviation 0.5"
-PLAIN_MEAN = PLAIN_STD = 0.5
 SMALL_PICTURE = 1 << 16  # pixels; a larger picture is embedded as JPEG, which is smaller than PNG
 JPEG_QUALITY = 88
 # parameters of the learned tokens in front of the patches, in their order, and what the tokens are called
 SPECIAL_TOKENS = {
     "cls_token": "[CLS]",
     "class_embedding": "[CLS]",
+    "class_token": "[CLS]",
     "distillation_token": "[DIST]",
+    "dist_token": "[DIST]",
     "register_tokens": "[REG]",
+    "reg_token": "[REG]",
 }
 
 
@@ -83,25 +87,29 @@ def encode_image(
     Args:
         image: a file, or an image of Pillow.
         name: what the user calls the model.
-        model: one that reads pixel_values.
-        processor: its image processor; without one the image is resized to the model's size and scaled to -1 .. 1.
+        model: one that reads an image.
+        processor: its image processor; without one the image is resized to the model's size, and scaled to -1 .. 1
+            unless the model says how.
     """
     title, picture = open_image(image)
+    form = image_format(model, name)
+    notes: tuple[str, ...] = ()
     if processor is None:
-        pixels, notes = _plain_pixels(picture, model.config, name)
-        mean = std = np.array(PLAIN_MEAN)
+        pixels, mean, std, notes = _plain_pixels(picture, form, name), form.mean, form.deviation, (form.note,)
     else:
         pixels, mean, std = _processed_pixels(picture, processor, name)
-        notes = ()
     height, width = pixels.shape[-2:]
-    patch_height, patch_width = _patch_size(model.config, name)
+    if form.patch is None:
+        where = "has no patch_size in its config" if hasattr(model, "config") else "has a first layer of other patches"
+        raise UnsupportedError(f"{name} {where}; its tokens are no patches of a grid")
+    patch_height, patch_width = form.patch
     rows, columns = height // patch_height, width // patch_width
     in_patches = pixels[0, :, : rows * patch_height, : columns * patch_width]  # the model skips an incomplete patch
     picture_uri = _data_uri(in_patches.numpy(), mean, std)
     tokens = ImageTokens(title, rows, columns, _special_tokens(model), picture_uri)
     parameter = next(model.parameters())
-    inputs: dict[str, Any] = {"pixel_values": pixels.to(parameter.device, parameter.dtype)}
-    if (height, width) != _pair(getattr(model.config, "image_size", None)) and _interpolates(model):
+    inputs: dict[str, Any] = {form.argument: pixels.to(parameter.device, parameter.dtype)}
+    if (height, width) != form.size and _interpolates(model):
         inputs["interpolate_pos_encoding"] = True
     _check_count(tokens, _count_tokens(model, inputs), name)
     return tokens, inputs, notes
@@ -130,21 +138,19 @@ def open_image(image: Any) -> tuple[str, Any]:
         raise HeadwiseError(f"the image {str(path)!r} cannot be read: {reason}") from error
 
 
-def _plain_pixels(picture: Any, config: Any, name: str) -> tuple[torch.Tensor, tuple[str, ...]]:
-    size = _pair(getattr(config, "image_size", None))
-    if size is None:
+def _plain_pixels(picture: Any, form: ImageFormat, name: str) -> torch.Tensor:
+    if form.size is None:
         raise UnsupportedError(
             f"{name} has no preprocessor_config.json, and its config no image_size; it needs its image processor"
         )
-    height, width = size
-    channels = getattr(config, "num_channels", 3)
+    (height, width), channels = form.size, form.channels
     if channels not in (1, 3):
         raise UnsupportedError(
             f"{name} reads images of {channels} channels, and an image has 1 or 3; it needs its image processor"
         )
     resized = np.asarray(picture.convert("L" if channels == 1 else "RGB").resize((width, height)), np.float32) / 255
-    pixels = (resized.reshape(height, width, channels).transpose(2, 0, 1) - PLAIN_MEAN) / PLAIN_STD
-    return torch.from_numpy(pixels)[None], (PLAIN_NOTE.format(width, height),)
+    pixels = ((resized.reshape(height, width, channels) - form.mean) / form.deviation).transpose(2, 0, 1)
+    return torch.from_numpy(np.ascontiguousarray(pixels, np.float32))[None]
 
 
 def _processed_pixels(picture: Any, processor: Any, name: str) -> tuple[torch.Tensor, np.ndarray, np.ndarray]:
@@ -160,19 +166,6 @@ def _processed_pixels(picture: Any, processor: Any, name: str) -> tuple[torch.Te
     mean = np.array(processor.image_mean if scaled else 0.0, np.float64)
     std = np.array(processor.image_std if scaled else 1.0, np.float64)
     return pixels, mean, std
-
-
-def _patch_size(config: Any, name: str) -> tuple[int, int]:
-    patch = _pair(getattr(config, "patch_size", None))
-    if patch is None:
-        raise UnsupportedError(f"{name} has no patch_size in its config; its tokens are no patches of a grid")
-    return patch
-
-
-def _pair(size: Any) -> tuple[int, int] | None:
-    if isinstance(size, int):
-        return size, size
-    return (size[0], size[1]) if isinstance(size, (tuple, list)) and len(size) == 2 else None
 
 
 def _interpolates(model: Any) -> bool:
@@ -195,6 +188,9 @@ class _TokensCountedError(Exception):
 
 def _count_tokens(model: Any, inputs: dict[str, Any]) -> int:
     """The tokens that the first attention layer reads."""
+    if not attention_sites(model):  # attention that no class declares is known once it has run
+        with torch.no_grad(), watch(model):
+            run_on_tokens(model, inputs)
     counts: list[int] = []
 
     def count(module: Any, args: Any, kwargs: Any) -> None:

@@ -137,7 +137,7 @@ def _observe(model: Any, inputs: dict[str, Any], all_words: Words, shown_words: 
 
 def _run_layers(model: Any, inputs: dict[str, Any], delimiter: torch.Tensor) -> list[Row]:
     """Per layer: its number, its weights (H, T, T) and its statistics (H,)."""
-    reads_image = "pixel_values" in inputs
+    reads_image = "input_ids" not in inputs
     if not reads_image:
         _check_kinds(model, {site.kind for site in attention_sites(model)})
     classes = attention_classes(model, delimiter) if reads_image else {"delimiter": delimiter}
@@ -152,6 +152,9 @@ def _run_layers(model: Any, inputs: dict[str, Any], delimiter: torch.Tensor) -> 
     with torch.no_grad(), observer as seen:
         run_on_tokens(model, inputs)
     layers = [layer for layer in seen.layers if not (reads_image and _is_pooling(layer.weights[0]))]
+    if not layers:
+        reason = f": {seen.rejected[0]}" if seen.rejected else ""
+        raise UnsupportedError(f"no attention between the tokens of {type(model).__name__} was seen{reason}")
     _check_kinds(model, {layer.kind for layer in layers})
     return [(layer.index, _array(layer.weights[0]), _statistics_of(layer.stats)) for layer in layers]
 

@@ -19,7 +19,7 @@ def run_on_tokens(model: nn.Module, inputs: Mapping[str, Any]) -> Any:
     Args:
         model: it reads token ids (B, T).
         inputs: by transformers' names: input_ids, attention_mask (1 for a real token), decoder_input_ids and
-            decoder_attention_mask; a transformers model is given all that there is.
+            decoder_attention_mask; a transformers model is given all that there is, and so is one that reads images.
 
     Raises:
         UnsupportedError: where a model takes no attention_mask and the tokens are padded.
@@ -30,7 +30,7 @@ def run_on_tokens(model: nn.Module, inputs: Mapping[str, Any]) -> Any:
     if isinstance(model, Transformer):
         target, target_mask = inputs["decoder_input_ids"], inputs.get("decoder_attention_mask")
         return model(inputs["input_ids"], target, source_mask=mask, target_mask=target_mask)
-    if has_config(model):
+    if has_config(model) or "input_ids" not in inputs:
         return model(**inputs)
     return _run_by_signature(model, inputs)
 

@@ -75,11 +75,12 @@ def refuse_quantized(model: nn.Module) -> None:
 def output_weights(scoring: ScoringRun, site: Site) -> Tensor:
     """The columns of W_O that belong to each head: (H, width, head_dim)."""
     path, out = w_o(scoring.model, site)
-    weight = getattr(out, "weight", None)
-    if not isinstance(weight, Tensor) or not weight.is_floating_point() or weight.is_meta or weight.dim() != 2:
+    weight: Any = getattr(out, "weight", None)
+    plain = type(weight) in (Tensor, nn.Parameter)  # torchao's and FSDP's tensors are of other classes
+    if not plain or not weight.is_floating_point() or weight.is_meta or weight.dim() != 2:
         raise UnsupportedError(
-            f"the weights of {type(out).__name__} (at {path}) are not plain numbers in memory (quantized, packed or "
-            "offloaded); use the score ablation, confidence or sink, which does without them"
+            f"the weights of {type(out).__name__} (at {path}) are not plain numbers in memory (quantized, packed, "
+            "sharded or offloaded); use the score ablation, confidence or sink, which does without them"
         )
     heads = scoring.layers[scoring.row(site)].query
     return in_rows(out, weight.detach().float()).unflatten(1, (heads, -1)).permute(1, 0, 2)

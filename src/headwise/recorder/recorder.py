@@ -105,6 +105,7 @@ class Recorder(TrainerEvents):
         self._on = self._layers_unchecked = False
         self._fingerprint = ""
         self._steps_seen = self._empty_steps = 0
+        self._reported: set[tuple[str, str]] = set()  # statistics that are not recorded, and why
 
     # --- on and off ---
 
@@ -271,6 +272,10 @@ class Recorder(TrainerEvents):
 
     def _write(self, entry: LogEntry) -> None:
         """Write an entry everywhere. A full disk does not end a training run: it is reported, and training goes on."""
+        for (statistic, reason), layer in self._totals.absent.items():
+            if (statistic, reason) not in self._reported:
+                logger.warning("%s of %s is not recorded, nor of layers like it: %s", statistic, layer, reason)
+        self._reported |= self._totals.absent.keys()
         for line in summarize(list(entry.alarms)):
             logger.warning("%s", line)
         if self._file is not None:

@@ -66,6 +66,8 @@ def _summary(log: TrainingLog, kind: str, width: int) -> Text:
     numbers = "".join(f"{name:>{NUMBER_CELLS}}" for name in ("least", "mean", "largest"))
     layers = log.layers(kind)
     text = Text(no_wrap=True).append(f"{heading:<{label}}{numbers}  {'over the steps'[:cells]}\n", "dim")
+    if "max_logit" not in log.names:
+        text.append("  max_logit: not recorded, the scores before softcap and mask are not known\n", "dim")
     for name in log.names:
         tables = [head_values(entry, name, layers) for entry in log.entries]
         last = tables[-1][np.isfinite(tables[-1])]

@@ -52,6 +52,7 @@ class StepTotals:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.layers: dict[LayerKey, LayerTotals] = {}
+        self.absent: dict[tuple[str, str], str] = {}  # statistic and why it is not recorded -> the first such layer
 
     def __call__(self, layer: Layer, reading: Any, real: Tensor | None) -> None:
         """Take what one call added to a layer; what passes in evaluation mode added is dropped."""
@@ -61,6 +62,9 @@ class StepTotals:
             return
         logged = LoggedLayer(layer.kind, layer.index, layer.name, layer.heads.query, layer.heads.kv)
         new = LayerTotals(logged, _total(runs[-1]), sample(reading, real))
+        for statistic, reason in layer.absent.items():
+            if statistic in EXACT:
+                self.absent.setdefault((statistic, reason), layer.name)
         old = self.layers.get(layer.key)
         self.layers[layer.key] = new if old is None else old + new
 

@@ -9,6 +9,7 @@ from typing import TypeVar
 from torch import nn
 
 from ...errors import UnsupportedError
+from .torch_encoder import HeadwiseTransformerEncoderLayer
 from .torch_module import HeadwiseMultiheadAttention, allow_fast_path, forbid_fast_path
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -17,12 +18,13 @@ Model = TypeVar("Model", bound=nn.Module)
 def replace_attention(model: Model) -> Model:
     """Compute every nn.MultiheadAttention of a model with headwise's attention, in place.
 
-    The modules stay where they are, with their parameters, hooks and mode: only their class changes. Optimizers,
-    state dicts, shared modules and code that reads `batch_first`, `in_proj_weight` and the like are not affected.
-    `restore_attention` puts PyTorch's back.
+    The modules stay where they are, with their parameters, hooks and mode: only their class changes, and that of
+    nn.TransformerEncoderLayer around them. Optimizers, state dicts, shared modules and code that reads `batch_first`,
+    `in_proj_weight` and the like are not affected. `restore_attention` puts PyTorch's back.
 
     Outputs are PyTorch's, but for queries with no visible keys (fully masked rows): PyTorch gives NaN, headwise zeros.
-    nn.TransformerEncoderLayer runs its ordinary code, also in inference, where it would otherwise skip the module.
+    In inference nn.TransformerEncoderLayer would skip the module. It calls it, but for sequences of at most 256 tokens
+    without masks, which PyTorch's fused layer computes faster.
 
     Subclasses of nn.MultiheadAttention have code of their own, quantised ones too. They stay as they are, and a warning
     names them.
@@ -54,6 +56,10 @@ def replace_attention(model: Model) -> Model:
         warnings.warn(f"replace_attention leaves some attention as it is: {report}", stacklevel=2)
     for module in plain:
         module.__class__ = HeadwiseMultiheadAttention
+    layers = _encoder_layers(model)
+    for layer in layers:
+        layer.__class__ = HeadwiseTransformerEncoderLayer
+    for module in {*plain} - {layer.self_attn for layer in layers}:
         forbid_fast_path(module)
     return model
 
@@ -76,7 +82,21 @@ def restore_attention(model: Model) -> Model:
     for _, module in ours:
         module.__class__ = nn.MultiheadAttention
         allow_fast_path(module)
+    for layer in model.modules():
+        if type(layer) is HeadwiseTransformerEncoderLayer:
+            layer.__class__ = nn.TransformerEncoderLayer  # type: ignore[assignment]  # mypy takes it for narrowed
     return model
+
+
+def _encoder_layers(model: nn.Module) -> list[nn.TransformerEncoderLayer]:
+    """PyTorch's own layers that alone use an attention module that was replaced."""
+    parents: dict[nn.Module, set[nn.Module]] = {}
+    for parent in model.modules():
+        for child in parent.children():
+            parents.setdefault(child, set()).add(parent)
+    layers = [layer for layer in model.modules() if type(layer) is nn.TransformerEncoderLayer]
+    replaced = [layer for layer in layers if type(layer.self_attn) is HeadwiseMultiheadAttention]
+    return [layer for layer in replaced if parents[layer.self_attn] <= {*layers}]
 
 
 def _check_module(name: str, model: nn.Module) -> None:

@@ -13,6 +13,7 @@ from torch import nn
 from .adapters import Source, find_adapter
 from .observed import ObservedLayer, observed_layers
 
+DERIVED = ("FSDP", "Replicate", "Parametrized")  # what PyTorch puts before a class's name where it derives another
 ModuleClass = Any  # type[nn.Module], which mypy takes for unhashable in calls of cached functions
 
 # In the source of a class: it computes attention itself.
@@ -36,13 +37,20 @@ class AttentionModule:
     turn: int | None = None  # which of its module's attention calls in one pass, where that was seen
 
 
+def written_class(module: nn.Module) -> ModuleClass:
+    """The class that a module was written as: fully_shard and parametrizations derive another while a program runs."""
+    cls: ModuleClass = type(module)
+    if not cls.__module__.startswith("torch."):
+        return cls
+    return next((base for base in cls.__mro__[1:] if cls.__name__ in [x + base.__name__ for x in DERIVED]), cls)
+
+
 def attention_modules(model: nn.Module) -> Iterator[AttentionModule]:
     """Every module of a model that computes softmax attention, in the order of `named_modules`."""
     lists = {name for name, module in model.named_modules() if isinstance(module, LISTS)}
     seen: set[nn.Module] = set()
     for name, module in model.named_modules(remove_duplicate=False):
-        cls: ModuleClass = type(module)
-        source, layers = source_of(cls), observed_layers(module)
+        source, layers = source_of(written_class(module)), observed_layers(module)
         if (source is None and not layers) or (layers and module in seen):
             continue
         seen.add(module)
@@ -117,7 +125,10 @@ def _computes_attention(cls: ModuleClass) -> bool:
 def _is_cross(name: str, module: nn.Module) -> bool:
     if getattr(module, "is_cross_attention", False):
         return True
-    names = [*name.split(".")[-3:], type(module).__name__]  # its own and the next two around it, not a whole tower's
+    names = [
+        *name.split(".")[-3:],
+        written_class(module).__name__,
+    ]  # its own and the next two around it, not a whole tower's
     return any(mark in part.lower() for part in names for mark in CROSS_NAMES)
 
 

@@ -10,7 +10,7 @@ from torch import nn
 from ...attention import validation
 from ...errors import HeadwiseError, UnsupportedError
 from .adapters import find_adapter, member
-from .discovery import ModuleClass, class_source
+from .discovery import class_source, written_class
 from .observed import ObservedLayer, observed_layers
 from .sites import Site
 
@@ -30,7 +30,7 @@ HEAD_DIM = ("v_head_dim", "value_head_dim", "head_dim", "attention_head_size", "
 
 def w_o(model: nn.Module, site: Site) -> tuple[str, nn.Module]:
     """The path and the module of the projection that mixes a site's heads."""
-    cls: ModuleClass = type(site.module)
+    cls = written_class(site.module)
     adapter = find_adapter(cls)
     if adapter is not None:
         out = member(site.module, adapter.output)
@@ -93,7 +93,7 @@ def input_width(linear: nn.Module) -> int | None:
 def query_heads(model: nn.Module, site: Site) -> int:
     """How many query heads a site has, by its own attributes, then by its config's."""
     width = input_width(w_o(model, site)[1]) or 0
-    cls: ModuleClass = type(site.module)
+    cls = written_class(site.module)
     adapter = find_adapter(cls)
     if adapter is not None:
         return adapter.query_heads(site.module)

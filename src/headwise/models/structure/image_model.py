@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ...errors import UnsupportedError
+from .image_input import image_input
 from .text_model import ENCODER_ONLY
 
 TOWERS = ("vision_model", "vision_tower")  # attributes of models that read images and text
@@ -13,7 +14,7 @@ MAIN_INPUT = "pixel_values"
 
 
 def image_model(model: Any, *, name: str | None = None) -> tuple[Any, tuple[str, ...]]:
-    """The part of a transformers model that reads one image: its vision tower, its encoder, or the model.
+    """The part of a model that reads one image: its vision tower, its encoder, or the model.
 
     Args:
         model: one that reads images, or images and text.
@@ -33,8 +34,10 @@ def image_model(model: Any, *, name: str | None = None) -> tuple[Any, tuple[str,
         for tower in (getattr(holder, attribute, None) for attribute in TOWERS):
             if getattr(tower, "main_input_name", None) == MAIN_INPUT:
                 return tower, (TOWER_ONLY,)
+    if not hasattr(model, "main_input_name") and image_input(model) is not None:  # timm's, and others like them
+        return model, ()
     cls = type(model).__name__
     label = cls if name in (None, cls) else f"{name} ({cls})"
     main_input = getattr(model, "main_input_name", None)
-    takes = f"takes {main_input}, not images" if main_input else "is no vision model of transformers"
+    takes = f"takes {main_input}, not images" if main_input else "does not say that it takes one image, of which size"
     raise UnsupportedError(f"{label} {takes}; an image needs a vision model such as ViT, DINOv2, CLIP or SigLIP")

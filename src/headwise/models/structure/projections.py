@@ -11,7 +11,7 @@ from ...errors import UnsupportedError
 from ...plans import LayerShape
 from .adapters import find_adapter, member
 from .bias_tables import TABLE, has_shared_table
-from .discovery import ModuleClass
+from .discovery import written_class
 from .heads import input_width, query_heads, w_o
 from .layouts import EXCEPTIONS, LAYER_NAMES, LAYOUTS, PER_HEAD, SAME_FOR_ALL_HEADS, SLICES, Layout
 from .linear_layers import output_width, weight_problem
@@ -153,7 +153,7 @@ def value_bias(layer: Projections) -> Tensor | None:
 
 def _named_layers(site: Site) -> Iterator[tuple[str, nn.Module, str]]:
     """Name, linear layer and name of the layout of each projection of a site."""
-    cls: ModuleClass = type(site.module)
+    cls = written_class(site.module)
     adapter = find_adapter(cls)
     if adapter is not None:
         for name, rows_of in adapter.layers().items():
@@ -162,7 +162,7 @@ def _named_layers(site: Site) -> Iterator[tuple[str, nn.Module, str]]:
                 raise refusal(site, f"its class was declared with a linear layer {name!r}, which it has not")
             yield name, linear, rows_of
         return
-    class_name = f"{type(site.module).__module__}.{type(site.module).__qualname__}"
+    class_name = f"{cls.__module__}.{cls.__qualname__}"
     layouts = {name: layout for layout, names in LAYER_NAMES.items() for name in names}
     for name, child in site.module.named_children():
         layout: str | None = layouts.get(name)
@@ -179,7 +179,7 @@ def _named_layers(site: Site) -> Iterator[tuple[str, nn.Module, str]]:
 
 def _kv_heads(site: Site, named_layers: list[tuple[str, nn.Module, str]], query: int, value_dim: int) -> int:
     """The number of KV heads, declared, or by how many blocks of a head's value width the rows divide into."""
-    cls: ModuleClass = type(site.module)
+    cls = written_class(site.module)
     adapter = find_adapter(cls)
     if adapter is not None:
         kv = adapter.key_value_heads(site.module)

@@ -12,7 +12,7 @@ from torch import nn
 
 from ...errors import HeadwiseError, UnsupportedError
 from .adapters import Source
-from .discovery import AttentionModule, attention_modules, call_order, tower_names
+from .discovery import AttentionModule, attention_modules, call_order, tower_names, written_class
 
 Key = int | tuple[str, int] | str  # a layer number, (kind, layer number), or a module's path
 V = TypeVar("V")
@@ -194,7 +194,7 @@ def runs_undeclared_code(model: nn.Module, sites: list[Site]) -> bool:
     """Whether a model has code of its own, in which attention may be that is seen only in the functions it calls."""
     if any(site.source == "function" for site in sites):
         return True
-    return any(type(module).__module__.partition(".")[0] not in OWN_CODE for module in model.modules())
+    return any(written_class(module).__module__.partition(".")[0] not in OWN_CODE for module in model.modules())
 
 
 def owners(model: nn.Module, sites: list[Site]) -> dict[nn.Module, nn.Module]:

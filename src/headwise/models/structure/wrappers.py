@@ -6,6 +6,9 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+from torch import nn
+
+SHARDED = ("FSDPModule", "FullyShardedDataParallel")
 COMPILED = ("torch", "OptimizedModule")
 # by package and name of a wrapper's class or of a base of it: how to get at the model inside
 WRAPPERS: dict[tuple[str, str], Callable[[Any], Any]] = {
@@ -37,6 +40,12 @@ def inner_model(model: Any) -> Any:
             stacklevel=3,
         )
     return model
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether FSDP has cut the weights of a model, or of a part of it, into pieces for each rank."""
+    classes = (base for module in model.modules() for base in type(module).__mro__)
+    return any(base.__module__.startswith("torch.distributed") and base.__name__ in SHARDED for base in classes)
 
 
 def _wrapper_kind(model: Any) -> tuple[str, str] | None:

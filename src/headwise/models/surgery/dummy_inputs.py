@@ -12,8 +12,8 @@ from torch import Tensor
 from ...errors import UnsupportedError
 from ..batches import run
 from ..structure.heads import w_o
+from ..structure.image_input import image_input
 from ..structure.sites import attention_sites, first_per_module
-from .image_input import image_input
 
 TOKENS = 9
 CLOSE = {torch.float32: 2e-4, torch.float64: 2e-4}  # relative to the largest output

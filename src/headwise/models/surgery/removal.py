@@ -20,6 +20,7 @@ from ..structure.linear_layers import row_dim
 from ..structure.observed import copy_layers, forget_layers
 from ..structure.projections import Projections, check_zeroable, layer_shapes, projections, refusal
 from ..structure.sites import ByLayer, Site, attention_sites, find_site, first_per_module, require_sites
+from ..structure.wrappers import is_sharded
 from .compensation import COMPENSATE, Compensation, add_to_output_bias, removed_outputs
 from .dummy_inputs import close, difference, dummy_inputs, failure, first_line, random_input
 from .kept_heads import KeptHeads, kept_heads, set_head_numbers, set_kept_heads
@@ -29,6 +30,7 @@ from .save_pretrained import attach
 from .shared_biases import share_biases
 
 Model = TypeVar("Model", bound=nn.Module)
+GIVE_BATCHES = "give batches=[inputs of the model] to compare on, or "  # at the end of a refusal
 
 
 def prune_heads(
@@ -173,8 +175,10 @@ def _check_result(
     if foreign:
         zeroed_model = _copy(model)
         _remove_heads(zeroed_model, removed, constants, zero=True)
-        if inputs is not None or batches:
-            _compare(zeroed_model, pruned, foreign[0], batches[0] if inputs is None and batches else inputs)
+        if batches and (inputs is None or failure(zeroed_model, inputs)):
+            inputs = batches[0]
+        if inputs is not None:
+            _compare(zeroed_model, pruned, foreign[0], inputs)
         else:
             for site in foreign:
                 zeroed, layer = zeroed_model.get_submodule(site.name), projections(pruned, site)
@@ -188,6 +192,10 @@ def _compare(zeroed: nn.Module, pruned: nn.Module, site: Site, inputs: Any) -> N
     try:
         distance = difference(zeroed, pruned, inputs)
     except Exception as error:  # a model's code fails in any way on sizes that it does not expect
+        if reason := failure(zeroed, inputs):
+            name = type(zeroed).__name__
+            reason = f"{name} itself, with all of its heads, fails on the inputs that the result is tried on ({reason})"
+            raise refusal(site, reason, GIVE_BATCHES) from error
         raise refusal(site, f"without them its code fails ({first_line(error)})") from error
     if not distance <= close(pruned):
         raise refusal(site, f"without them its code computes something else (off by {distance:.2g})")
@@ -196,13 +204,12 @@ def _compare(zeroed: nn.Module, pruned: nn.Module, site: Site, inputs: Any) -> N
 def _layer_inputs(module: nn.Module, layer: Projections) -> tuple[Tensor, ...]:
     """Random inputs that a declared layer runs on by itself: one tensor for all, or queries, keys and values."""
     cls: ModuleClass = type(module)
-    alternative = "give batches=[inputs of the model] to compare on, or "
     if find_adapter(cls) is None:
         reason = "its code is not transformers', and no inputs to try the result on are known"
-        raise refusal(layer.site, reason, alternative)
+        raise refusal(layer.site, reason, GIVE_BATCHES)
     biases = [name for name in inspect.signature(cls.forward).parameters if "bias" in name or "alibi" in name]
     if biases:
-        raise refusal(layer.site, f"its {biases[0]} may have an entry per head, made elsewhere", alternative)
+        raise refusal(layer.site, f"its {biases[0]} may have an entry per head, made elsewhere", GIVE_BATCHES)
     widths = {
         role: input_width(part.linear) or 0
         for part in layer.parts
@@ -214,7 +221,7 @@ def _layer_inputs(module: nn.Module, layer: Projections) -> tuple[Tensor, ...]:
         if failure(module, inputs) is None:
             return inputs
     reason = "its code is not known, and it runs neither on one tensor nor on queries, keys and values alone"
-    raise refusal(layer.site, reason, alternative)
+    raise refusal(layer.site, reason, GIVE_BATCHES)
 
 
 def _check_not_shared(model: nn.Module, site: Site, linears: dict[str, nn.Module], sites: list[Site]) -> None:
@@ -247,6 +254,11 @@ def _copy(model: Model) -> Model:
     """A copy to cut, with all weights in memory."""
     if has_hooks(model):
         raise HeadwiseError("the model is being watched or masked; prune it outside of that `with`")
+    if is_sharded(model):
+        raise UnsupportedError(
+            f"{type(model).__name__} is sharded by FSDP, so that no rank has all weights of a head; prune the model "
+            "before it is sharded"
+        )
     try:
         duplicate: Model = in_memory(model)
     except (TypeError, NotImplementedError, RuntimeError) as error:  # process groups, handles and the like

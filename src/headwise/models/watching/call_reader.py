@@ -65,6 +65,11 @@ class Reading:
     recipe: MaskRecipe | None = None  # of a mask that is made block by block
 
     @property
+    def absent(self) -> dict[str, str]:
+        """Statistics that this reading does not give, and why."""
+        return {}
+
+    @property
     def keys(self) -> int:
         """How many keys there are."""
         return self.k.shape[2]

@@ -46,6 +46,11 @@ class EagerReading:
         return self.call.value
 
     @property
+    def absent(self) -> dict[str, str]:
+        """Statistics that this reading does not give, and why."""
+        return dict.fromkeys(("max_logit", "lse"), "its attention function gives weights and no scores")
+
+    @property
     def keys(self) -> int:
         """How many keys there are."""
         return self.call.key.shape[2]
@@ -102,13 +107,8 @@ class EagerReading:
         weights = torch.cat([self._block(slice(i, i + 1))[1] for i in numbers], 2)
         return weights if heads is None else weights[:, heads]
 
-    def first_keys(self, real: Tensor | None) -> Tensor | None:
-        """(B, Tk) bool: the first key of each sequence; None where each block of queries tells."""
-        return None
-
     def stats(self, real: Tensor | None, classes: dict[str, Tensor]) -> HeadStats:
         total: HeadStats | None = None
-        first = self.first_keys(real)
         with torch.no_grad():
             for rows in self._blocks():
                 new = stats_from_weights(
@@ -116,7 +116,6 @@ class EagerReading:
                     offset=self.offset + rows.start,
                     queries=None if real is None else real[:, rows],
                     classes=classes,
-                    first=first,
                     cross=not self.comparable,
                     sinks=self.call.options.get("s_aux") is not None,
                 )

@@ -13,20 +13,23 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 from torch.overrides import _len_torch_function_stack, _pop_mode, _push_mode
 
 from ...attention import functional
+from ...attention.stats import HeadStats, stats_from_weights
 from ...errors import UnsupportedError
 from ..hooks import Hooks, check_values
 from ..passes import in_backward
-from ..structure.discovery import source_of
+from ..structure.discovery import source_of, written_class
 from ..structure.observed import ObservedLayer, add_layer, observed_layers
 from ..structure.sites import Site
+from .attention_calls import FunctionCall, Rejection
 from .call_reader import ModelCall, Reading, read_mask
 from .eager import EagerReading
-from .function_calls import FunctionCall, FunctionMode, Rejection, is_own_computation, own_computation
+from .function_mode import FunctionMode
+from .own_computation import is_own_computation, own_computation
+from .score_changes import NO_ROWS, RowScores
 from .sources import KnownCall
 
 if TYPE_CHECKING:
@@ -52,6 +55,11 @@ class WeightsReading(EagerReading):
     """A call whose weights the model's own code computed."""
 
     softmax: Tensor | None = None  # (B, H, Tq, Tk)
+    scores: RowScores = NO_ROWS  # (B, H, Tq)
+
+    @property
+    def absent(self) -> dict[str, str]:
+        return dict(self.scores.absent)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -67,16 +75,17 @@ class WeightsReading(EagerReading):
         value = self.v.repeat_interleave(weights.shape[1] // self.v.shape[1], 1)
         return (weights.to(value.dtype) @ value).transpose(1, 2), weights
 
-    def first_keys(self, real: Tensor | None) -> Tensor:
-        """(B, Tk) bool: the first key that any token attends to; later ones may see a window that begins after it."""
-        assert self.softmax is not None
-        exists = torch.zeros(len(self.q), self.keys, dtype=torch.bool, device=self.q.device)
-        for rows in self._blocks():
-            visible = self.softmax[:, :, rows] > 0
-            if real is not None:
-                visible &= real[:, None, rows, None]
-            exists |= visible.any(2).any(1)
-        return exists & (exists.cumsum(-1) == 1)
+    def stats(self, real: Tensor | None, classes: dict[str, Tensor]) -> HeadStats:
+        """All queries at once: the first key is the first that any token attends to, also where a window passes on."""
+        return stats_from_weights(
+            self.softmax,
+            offset=self.offset,
+            queries=real,
+            classes=classes,
+            cross=not self.comparable,
+            logits=self.scores.logits,
+            lse=self.scores.lse,
+        )
 
     def weights(self, rows: list[int] | None, heads: list[int] | None) -> Tensor:
         assert self.softmax is not None
@@ -104,7 +113,7 @@ class FunctionSource:
         self._watch = watch
         self._served = {site.module for site in sites if site.source != "function"}
         # modules whose class says that they attend; beside them there are those that were seen to
-        self._expected = {site.module for site in sites if source_of(type(site.module)) == "function"}
+        self._expected = {site.module for site in sites if source_of(written_class(site.module)) == "function"}
         self._paths: dict[nn.Module, str] = {module: path for path, module in watch.model.named_modules()}
         self._passes: dict[threading.Thread, _Pass] = {}
         # by attention module and turn: sequences and keys of its newest call
@@ -230,7 +239,7 @@ class FunctionSource:
         if not rejections:
             rejections = [Rejection(path, type(module).__name__, "it was called, and no attention was seen")]
             self.reject(rejections[0])
-        if type(module).__module__.startswith("transformers."):  # its name is not a guess
+        if written_class(module).__module__.startswith("transformers."):  # its name is not a guess
             raise UnsupportedError(f"{rejections[0]}; its heads cannot be watched")
 
     def _attention_module(self, modules: tuple[nn.Module, ...]) -> nn.Module:
@@ -269,7 +278,9 @@ class FunctionSource:
             one_pass = call.axes.plain and not call.dropout and reading.in_one_pass()
         else:
             model_call = ModelCall(module, q, k, v, None, {}, "function")
-            reading = WeightsReading(model_call, _no_eager, keys - queries, comparable, softmax=call.weights.detach())
+            reading = WeightsReading(
+                model_call, _no_eager, keys - queries, comparable, softmax=call.weights.detach(), scores=call.scores
+            )
             one_pass = False
         real = None if cross else self._watch.real_tokens(module, batch, queries, keys)
         return KnownCall(module, reading, call.dropout, real, decoding=continues, one_pass=one_pass, turn=turn)

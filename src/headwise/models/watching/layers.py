@@ -80,6 +80,7 @@ class Layer:
     name: str  # the module's path
     heads: Heads
     source: str = "registry"  # how it was seen: "registry", "module" or "function"
+    absent: dict[str, str] = field(default_factory=dict)  # statistics that could not be recorded, and why
     all_weights: list[Tensor | HeadRows] = field(default_factory=list)  # one per call
     all_rows: list[list[int] | None] = field(default_factory=list)  # the queries of each of them; None for all
     all_outputs: list[Tensor | HeadRows] = field(default_factory=list)

@@ -38,6 +38,7 @@ class Recording:
         layer = self.layers.get(site) or self._new_layer(site, reading)
         if request.stats:
             if stats is None:
+                layer.absent |= reading.absent
                 stats = reading.stats(context.real, self.key_classes(context, reading))
             _name_first(stats)
             if isinstance(reading, PackedReading):

@@ -26,9 +26,9 @@ from ..structure.sites import (
     runs_undeclared_code,
 )
 from ..structure.wrappers import inner_model
+from .attention_calls import Rejection
 from .call_reader import ModelCall, Reading, read
 from .eager import EagerReading
-from .function_calls import Rejection
 from .function_source import FunctionSource
 from .layers import Layer
 from .lazy_masks import LazyMask

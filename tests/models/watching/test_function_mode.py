@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from headwise.models.watching.function_calls import FunctionCall, FunctionMode, Rejection
+from headwise.models.watching.attention_calls import FunctionCall, Rejection
+from headwise.models.watching.function_mode import FunctionMode
 from helpers.known_modules import ROUNDING, spread
 from helpers.undeclared_models import DIM, FORMS, HEADS, WIDTH, Form, hidden, merge, split
 

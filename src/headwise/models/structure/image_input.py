@@ -29,17 +29,18 @@ def _image_size(model: nn.Module) -> tuple[int, int] | None:
     """Height and width, by the first module that says it, else by timm's description of the weights."""
     for module in model.modules():
         for name in SIZES:
-            if (size := _as_pair(getattr(module, name, None))) is not None:
+            if (size := as_pair(getattr(module, name, None))) is not None:
                 return size
     for name in CONFIGS:
         config: Any = getattr(model, name, None)
         channels_and_size = config.get("input_size") if hasattr(config, "get") else None
         if isinstance(channels_and_size, (tuple, list)) and len(channels_and_size) == 3:
-            return _as_pair(tuple(channels_and_size[1:]))
+            return as_pair(tuple(channels_and_size[1:]))
     return None
 
 
-def _as_pair(size: Any) -> tuple[int, int] | None:
+def as_pair(size: Any) -> tuple[int, int] | None:
+    """A size as height and width; None where it is neither one number nor two."""
     if isinstance(size, int) and not isinstance(size, bool):
         return size, size
     if isinstance(size, (tuple, list)) and len(size) == 2 and all(isinstance(n, int) for n in size):
