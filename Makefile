@@ -41,7 +41,7 @@ data:  ## fetch the texts and the annotation that reports are measured on into b
 # each run resumes where it was interrupted
 atlases: setup data  ## measure the bundled atlases, and docs/atlas.md, again
 	$(BIN)/headwise atlas --model minilm --texts build/data/gutenberg.txt --limit 10000 --out build/atlas-minilm
-	$(BIN)/headwise atlas --model smollm2 --texts build/data/gutenberg.txt --limit 6000 --out build/atlas-smollm2
+	$(BIN)/headwise atlas --model smollm2 --texts build/data/gutenberg.txt --limit 6000 --probes all --out build/atlas-smollm2
 	$(BIN)/headwise atlas --model minilm --texts build/data/sotu.txt --limit 5000 --out build/speeches-minilm
 	$(BIN)/headwise atlas --model smollm2 --texts build/data/sotu.txt --limit 1000 --out build/speeches-smollm2
 	$(BIN)/python tools/atlas_page.py take

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[1] / "src" / "headwise"
-LAYERS = ("card", "models", "inspection", "roles", "prune", "scale", "recorder", "ui")
+LAYERS = ("card", "models", "inspection", "circuits", "roles", "prune", "scale", "recorder", "ui")
 PACKAGES = sorted(
     ".".join(("headwise", *path.parent.relative_to(PACKAGE).parts))
     for layer in LAYERS

@@ -1,6 +1,7 @@
 """Write docs/atlas.md from the bundled atlases; `make atlases` measures everything again.
 
 python tools/atlas_page.py take     copy the measured atlases from build/ into the package, and their stability to docs/
+python tools/atlas_page.py probes   measure the probes of the bundled decoder again, which need no corpus
 python tools/atlas_page.py page     write the page; every number on it comes from those files
 """
 
@@ -18,13 +19,15 @@ from headwise.files import write_atomically
 from headwise.role_definitions import ARGMAX, all_roles
 from headwise.role_definitions.positions import OFFSETS
 from headwise.roles.atlas.bundled import NAMES, bundled_atlas
-from headwise.roles.atlas.result import Atlas
+from headwise.roles.atlas.result import Atlas, HeadRole
 from headwise.roles.atlas.stability import measure_stability
 
 ROOT = Path(__file__).parents[1]
 DOCS, BUILD = ROOT / "docs", ROOT / "build"
 DATA = ROOT / "src" / "headwise" / "roles" / "atlas" / "data"
 STABLE = DOCS / "stability.json"
+DECODER = "smollm2"
+PROBE_ROLES = ("retrieval", "streaming", "copying", "suppression", "successor", "function")
 POSITIONAL = 0.9  # of the queries: Voita et al. 2019
 RARE = "rare" + ARGMAX
 HEADS_PER_GROUP = 12  # heads of a group
@@ -48,6 +51,15 @@ def take() -> None:
         file.write_text(json.dumps(stabilities, indent=2) + "\n", encoding="utf-8")
 
 
+def probe() -> None:
+    """Measure the probes of the bundled decoder again, and nothing else."""
+    from headwise.roles.atlas.build import add_probes
+
+    bundled = bundled_atlas(DECODER)
+    assert bundled is not None
+    add_probes(bundled, DECODER).save(DATA / f"{DECODER}.json")
+
+
 def _marked(atlas: Atlas) -> float:
     """The share of an atlas's texts that begin with a punctuation mark."""
     with open(BUILD / "data" / atlas.about["corpus"], encoding="utf-8") as lines:
@@ -69,6 +81,7 @@ def page() -> str:
             *_definitions(),
             "\n## MiniLM: 6 layers x 12 heads, an encoder\n", f"```text\n{mini}\n```",
             "\n## SmolLM2-135M-Instruct: 30 layers x 9 query heads, a decoder\n", f"```text\n{smol}\n```",
+            PROBES, *_probe_section(smol),
             "\n## Beside what others report\n", *_comparison_table(mini, smol),
             "\n## Where attention rests, layer by layer\n", *_layers(mini, smol),
             "\n## Which heads look alike\n", *_similarity_lines(mini, smol),
@@ -88,6 +101,61 @@ def _definitions() -> list[str]:
         threshold = f"{role.threshold:.0%} of equal attention's" if role.relative else f"{role.threshold}"
         lines.append(f"| {name} | {words} | {threshold} | {role.source} |")
     return lines
+
+
+def _probe_section(smol: Atlas) -> list[str]:
+    facts, count = smol.about["probes"], len(smol)
+    roles = {name: smol.heads_with(name) for name in PROBE_ROLES}
+    induction = {head[:3] for head in smol.heads_with("induction")}
+    retrieving = {head[:3] for head in roles["retrieval"]}
+    needles = facts["retrieval"]
+    by_length = ", ".join(f"{share:.0%} at {length}" for length, share in needles["by_length"].items())
+    on_novel = sorted(
+        head.name for head in smol.rank_heads("streaming") if head[:3] in retrieving and head.score > 0.95
+    )
+    successor, shots = smol.rank_heads("successor")[0], facts["function"]
+    first_writing = min(head.layer for name in ("copying", "suppression") for head in roles[name])
+    return [
+        "",
+        f"- **retrieval**: {len(retrieving)} of {count} heads ({len(retrieving) / count:.0%}; Wu et al. report under "
+        f"5 %), {len(retrieving & induction)} of them induction heads, of which there are "
+        f"{len(induction)}. The best: {_names(roles['retrieval'])}. SmolLM2 itself gives {needles['accuracy']:.0%} of "
+        f"the answers' tokens ({by_length} tokens) and {needles['whole']} of {needles['prompts']} answers whole. The "
+        "answer begins with the needle's own words, so a head that looks for earlier occurrences finds it: this is "
+        "retrieval by words, and says nothing about retrieval by meaning.",
+        f"- **streaming**: {len(roles['streaming'])} heads. The median head has {_median(smol, 'streaming')} of its "
+        f"weight in a window of 256 and on the first 4 tokens (equal attention: "
+        f"{smol.baseline['streaming']['self'][0]:.2f}), {_median(smol, 'streaming-64')} with a window of 64 and "
+        f"{_median(smol, 'streaming-16')} with one of 16. A novel asks for little retrieval: of the retrieval heads, "
+        f"{len(on_novel)} have 0.95 of their weight there too ({', '.join(on_novel) or 'none'}). They do not have the "
+        "role: what a head loses on a novel is not what it would lose on other inputs.",
+        f"- **copying**: {len(roles['copying'])} heads; the best: {_names(roles['copying'])}. **suppression**: "
+        f"{len(roles['suppression'])}; the best: {_names(roles['suppression'])}. In logits, a mean over all tokens of "
+        f"{facts['copying']['texts']} passages. All are in layers {first_writing} and later.",
+        f"- **successor**: {len(roles['successor']) or 'no'} head{'' if len(roles['successor']) < 2 else 's'}. The "
+        f"best score is that of {successor.name}, which raises the successor most for {successor.score:.0%} of "
+        f"{facts['successor']['tokens']} tokens (a guess: {successor.baseline:.0%}; half of them are needed). Gould et "
+        "al. report successor heads in models of 31 million parameters and more.",
+        f"- **function**: {len(roles['function'])} heads; the best: {_names(roles['function'])}, a rise of the right "
+        f"answer's probability (a random head: {smol.baseline['function']['self'][0]:.4f}). SmolLM2 answers "
+        f"{shots['accuracy']:.0%} of {shots['right_prompts']} prompts with right examples and {shots['shuffled']:.0%} "
+        f"of {shots['prompts']} with shuffled ones. {_overlap(roles['function'], induction)}",
+    ]
+
+
+def _names(heads: list[HeadRole]) -> str:
+    return ", ".join(f"{head.name} ({head.score:.2f})" for head in heads[:5]) or "none"
+
+
+def _median(atlas: Atlas, score: str) -> str:
+    return f"{np.nanmedian(atlas.scores[score]['self']):.2f}"
+
+
+def _overlap(heads: list[HeadRole], induction: set[tuple[str, int, int]]) -> str:
+    both = [head.name for head in heads if head[:3] in induction]
+    return (
+        f"{len(both)} of these heads are induction heads ({', '.join(both)})." if both else "None is an induction head."
+    )
 
 
 def _comparison_table(mini: Atlas, smol: Atlas) -> list[str]:
@@ -195,6 +263,14 @@ visible tokens of the same queries, and if its whole 95 % interval (bootstrap ov
 Thresholds come from the literature where it has one; otherwise they are half of the weight. None was fitted to these
 models. After a first look at MiniLM the role "first" was restricted to decoders: in an encoder that token is [CLS], a
 delimiter. A head may have several roles, or none."""
+PROBES = """
+## What its heads do on inputs of their own
+Six roles of decoder heads need inputs that no corpus has. They are measured on request: `headwise atlas --texts FILE
+--probes all`, `headwise atlas probe ATLAS` for a saved atlas, or `probes="all"` in Python. The inputs are bundled, in
+English, and the same for every model with a seed. Some roles have another baseline than equal attention, which the
+lines under the table name; the retrieval score is measured with the right answer given token by token. Streaming has to
+exceed equal attention and not to double it, and is not counted as a role where heads without any are: it says how far a
+head looks and not for what. What SmolLM2 has and has not:"""
 BESIDE = """
 The papers' figures are quoted, not measured here, and come from other texts: Clark et al. used pairs of paragraphs of
 up to 128 tokens, we use single sentences, in which special tokens are a larger share. Voita's rare-token head is
@@ -238,6 +314,8 @@ ours = "our_package.roles"
 if __name__ == "__main__":
     if sys.argv[1:] == ["take"]:
         take()
+    elif sys.argv[1:] == ["probes"]:
+        probe()
     elif sys.argv[1:] == ["page"]:
         with write_atomically(DOCS / "atlas.md") as target:
             target.write_text(page(), encoding="utf-8")

@@ -14,9 +14,11 @@ _LOCATIONS = {
     "CacheError": "errors",
     "CheckpointError": "errors",
     "Circuit": "circuits.circuit_result",
+    "Composition": "circuits.composition",
     "Decoder": "attention.nn.stack",
     "Effects": "circuits.effects",
     "Encoder": "attention.nn.stack",
+    "HeadMatrices": "circuits.head_matrices",
     "HeadStats": "attention.stats",
     "Heads": "heads",
     "HeadwiseError": "errors",
@@ -44,7 +46,9 @@ _LOCATIONS = {
     "card": "card",
     "circuit": "circuits.circuit",
     "circuits": "circuits",
+    "composition": "circuits.composition",
     "explain": "attention.functional",
+    "head_matrices": "circuits.head_matrices",
     "head_stats": "attention.functional",
     "importance": "prune.importance",
     "inspect": "inspection.run",
@@ -101,7 +105,11 @@ if TYPE_CHECKING:
     from .circuits.attribution import attribute as attribute
     from .circuits.circuit import circuit as circuit
     from .circuits.circuit_result import Circuit as Circuit
+    from .circuits.composition import Composition as Composition
+    from .circuits.composition import composition as composition
     from .circuits.effects import Effects as Effects
+    from .circuits.head_matrices import HeadMatrices as HeadMatrices
+    from .circuits.head_matrices import head_matrices as head_matrices
     from .circuits.metric import LogitDifference as LogitDifference
     from .circuits.patching import patch as patch
     from .errors import CacheError as CacheError

@@ -108,6 +108,15 @@ def test_integrated_gradients_are_gradients_at_interpolated_embeddings() -> None
     np.testing.assert_allclose(effects["self"], np.stack(totals) / (values[1] - values[0]), rtol=1e-9, atol=1e-9)
 
 
+def test_integrated_gradients_are_the_same_in_both_directions() -> None:
+    model, (clean, corrupted) = build("llama"), pair("llama")
+    options: Any = {"method": "gradient", "steps": 4, "sample": 0}
+    restored = headwise.patch(model, clean, corrupted, METRIC, **options)
+    destroyed = headwise.patch(model, clean, corrupted, METRIC, direction="noise", **options)
+    np.testing.assert_allclose(restored["self"], destroyed["self"], rtol=1e-9, atol=1e-9)
+    assert "noise and denoise have the same estimate" in restored.about.notes[0]
+
+
 class OneHead(nn.Module):
     """One head that gives the mean of its values, and something that is not linear after it."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -20,9 +21,9 @@ POSITIONS = 43
 SHARP = 3.0
 
 
-def tokenizer(around: bool = True) -> Any:
+def tokenizer(around: bool = True, vocabulary: Sequence[str] = VOCABULARY) -> Any:
     """around: with [CLS] and [SEP], as BERT's."""
-    fast = Tokenizer(models.WordLevel({word: i for i, word in enumerate(VOCABULARY)}, unk_token="[UNK]"))
+    fast = Tokenizer(models.WordLevel({word: i for i, word in enumerate(vocabulary)}, unk_token="[UNK]"))
     fast.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     if around:
         fast.post_processor = processors.TemplateProcessing(
@@ -98,12 +99,11 @@ def encoder(counts: np.ndarray | None = None, scrambled: bool = False) -> Any:
 STEPS = {"previous": -1, "next": 1, "offset-3": -3}
 
 
-def circuit() -> Any:
+def circuit(words: int = len(VOCABULARY), places: int = POSITIONS) -> Any:
     """Two layers that make induction: 0.0 writes each token's predecessor, 1.0 looks for its own token there.
 
     0.1 looks everywhere, 1.1 at the first token.
     """
-    words, places = len(VOCABULARY), POSITIONS
     width = 2 * words + places + 5  # which word, which place, which word before
     config = transformers.GPT2Config(
         vocab_size=words, n_embd=2 * (width // 2 + 1), n_layer=2, n_head=2, n_positions=places, n_inner=3

@@ -9,7 +9,7 @@ import torch
 
 from headwise.attention.nn.module import MultiHeadAttention
 from headwise.lab.claim import CANNOT_TELL, HOLDS, NOT, ONLY_IF, Verdict
-from headwise.lab.claims import c01_same_cost, c02_fused, c05_slices, c11_depth, c12_cards
+from headwise.lab.claims import c01_same_cost, c02_fused, c05_slices, c11_depth, c12_cards, c13_attribution
 from headwise.lab.races import ratios, seconds
 from headwise.lab.store import TINY, Lab
 from headwise.timing.interleaved_race import Mismatch
@@ -193,3 +193,38 @@ def test_four_times_the_variance_needs_four_times_the_relations() -> None:
     assert 4 * (few - 1) < many <= 4 * few
     half_width = 1.96 * (2 * 0.1**2 / few) ** 0.5
     assert half_width <= c11_depth.DEEPER / 2 < 1.96 * (2 * 0.1**2 / (few - 1)) ** 0.5
+
+
+# --- attribution and patching ---
+
+
+def agreement(**intervals: tuple[float, float]) -> list[Verdict]:
+    rows = {
+        name: {
+            "prompts": 16,
+            **{
+                measure: {"correlation": sum(ends) / 2, "low": ends[0], "high": ends[1], "top": 7}
+                for measure in c13_attribution.MEASURES
+            },
+        }
+        for name, ends in intervals.items()
+    }
+    return c13_attribution.verdicts({"pairs": 16, "tasks": rows})
+
+
+def test_agreement_of_rankings_is_judged_by_the_interval_of_every_task() -> None:
+    assert agreement(ioi=(0.85, 0.95), successor=(0.8, 0.9))[0].word == HOLDS
+    assert agreement(ioi=(0.3, 0.7), successor=(0.5, 0.79))[0].word == NOT
+    some = agreement(ioi=(0.85, 0.95), successor=(0.3, 0.5))[1]
+    assert (some.word, some.only_if) == (ONLY_IF, "the task is ioi")
+    unclear = agreement(ioi=(0.85, 0.95), successor=(0.7, 0.9))[0]
+    assert unclear.word == CANNOT_TELL and "successor" in unclear.needs
+
+
+def test_rankings_of_real_heads_are_compared_with_exact_patching() -> None:
+    figures = c13_attribution.run(Lab(TINY))
+    (row,) = figures["tasks"].values()
+    assert row["prompts"] == 2 and len(row["strongest"]) == c13_attribution.TOP
+    for measure in c13_attribution.MEASURES:
+        assert -1 <= row[measure]["correlation"] <= 1
+    assert c13_attribution.tables(figures) and c13_attribution.charts(figures)

@@ -204,4 +204,4 @@ def test_roles_are_registered_without_torch() -> None:
         "import sys, headwise.role_definitions as r; r.all_roles(); print('torch' in sys.modules, len(r.all_roles()))"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert out.split() == ["False", "20"]
+    assert out.split() == ["False", "26"]

@@ -161,7 +161,7 @@ def test_loading_refuses_the_sums_of_another_atlas(tmp_path: Path, atlas: headwi
     assert atlas.tally is not None
     atlas.save(tmp_path / "a.json", sums=True)
     assert headwise.Atlas.load(tmp_path / "a.json").tally is not None
-    assert is_from_sums(atlas, atlas.tally, atlas.repetition)
+    assert is_from_sums(atlas, atlas.tally, [atlas.repetition])
     other = copy.deepcopy(atlas.tally)
     next(iter(other.sums.values())).top[2] *= 1.5
     save_tallies(tmp_path / f"a.json{SUMS}", {"tally": other, "probe": atlas.repetition}, {})
@@ -295,3 +295,14 @@ def test_bundled_atlases_load_with_all_their_scores(name: str) -> None:
     assert atlas.about["texts"] >= 5000 and len(atlas) == {"minilm": 72, "smollm2": 270}[name]
     assert atlas.about["likeness"]["self"]["map"]
     assert bundled_atlas("other") is None
+
+
+def test_the_bundled_decoder_has_its_probes_with_what_the_model_itself_can_do() -> None:
+    atlas = bundled_atlas("smollm2")
+    assert atlas is not None
+    facts = atlas.about["probes"]
+    assert list(facts) == ["retrieval", "streaming", "copying", "successor", "function"]
+    assert facts["retrieval"]["prompts"] == 30 and facts["retrieval"]["low"] > 0.5
+    assert facts["function"]["accuracy"] > facts["function"]["shuffled"]
+    assert {head[:3] for head in atlas.heads_with("induction")} <= {head[:3] for head in atlas.heads_with("retrieval")}
+    assert atlas.heads_with("successor") == []  # which docs/atlas.md says too

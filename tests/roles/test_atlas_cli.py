@@ -70,6 +70,22 @@ def test_json_output_loads_as_an_atlas(model: Path, corpus: Path, capsys: pytest
     assert atlas.about["texts"] == 41 and atlas.heads_with("induction")[0].name == "1.0"
 
 
+def test_probes_are_measured_with_the_texts_or_added_to_a_saved_atlas(
+    model: Path, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ("--model", model, "--texts", corpus, "--limit", 7)
+    code, with_texts, _ = run(capsys, *arguments, "--probes", "streaming,copying", "--out", tmp_path / "a")
+    assert code == 0 and "\n  streaming: 8 passages of 43 tokens from the bundled novel" in with_texts
+    assert "\ncopying " in with_texts and "\nsuppression " in with_texts
+    assert run(capsys, *arguments, "--out", tmp_path / "b")[0] == 0
+    file = tmp_path / "b" / "atlas.json"
+    code, added, err = run(capsys, "probe", file, "--model", model, "--probes", "streaming, copying")
+    assert code == 0 and added == with_texts and "wrote atlas.json" in err
+    first, second = (headwise.Atlas.load(tmp_path / name / "atlas.json") for name in "ab")
+    assert first.to_json() == second.to_json() and list(second.probes) == ["streaming", "copying"]
+    assert "Probes, on inputs of their own:" in (tmp_path / "b" / "atlas.html").read_text()
+
+
 def test_merged_parts_equal_the_whole_corpus(
     model: Path, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -149,6 +165,12 @@ def test_an_interrupted_run_is_resumed(
         (["merge", "a.json", "b.json"], "atlas 'a.json' cannot be read: No such file"),
         (["nonsense"], "atlas 'nonsense' cannot be read: No such file"),
         (["--head", "9.9"], "there is no head"),
+        (
+            ["--texts", "x", "--probes", "needles"],
+            "there is no probe 'needles'; there are retrieval, streaming, copying",
+        ),
+        (["probe"], "Missing argument 'ATLAS'"),
+        (["probe", "nowhere.json"], "atlas 'nowhere.json' cannot be read"),
         (["diff", "nowhere.json", "minilm"], "atlas 'nowhere.json' cannot be read"),
         (["diff", "minilm"], "Missing argument 'AFTER'"),
     ],

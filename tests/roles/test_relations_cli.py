@@ -111,3 +111,12 @@ def test_ablating_a_role_that_no_head_has_is_refused(folder: Path, capsys: pytes
     options = ["--model", f"{folder}/model", "--texts", f"{folder}/texts.txt", "--limit", "29"]
     assert main(["atlas", "ablate", "next", *options]) == 2
     assert "has the role 'next', so nothing can be masked" in capsys.readouterr().err
+
+
+def test_ablating_a_role_of_a_probe_that_does_not_apply_says_why(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--model", f"{folder}/model", "--texts", f"{folder}/texts.txt", "--limit", "5"]
+    assert main(["atlas", "ablate", "suppression", *options]) == 2
+    err = capsys.readouterr().err
+    assert "has no scores of 'suppression': probes are for decoders" in err

@@ -120,6 +120,6 @@ def test_every_role_has_a_meaning_a_source_and_a_sound_threshold(role: Any) -> N
     if role.relative:
         assert role.is_met(0.95, 1.0, 0.93) and not role.is_met(0.95, 1.0, 0.5)
     else:
-        assert role.is_met(0.9, 0.2, 0.25) and not role.is_met(0.9, 0.2, 0.15)  # an interval that holds the baseline
-        assert not role.is_met(0.9, 0.6, 0.8)  # less than twice the baseline
+        assert role.is_met(0.99, 0.2, 0.25) and not role.is_met(0.99, 0.2, 0.15)  # an interval that holds the baseline
+        assert role.is_met(0.99, 0.6, 0.8) == (role.lift < 1.5)  # less than twice the baseline
     assert {other.name for other in all_roles()} >= set(role.unless)

@@ -15,8 +15,9 @@ from ..models.evaluation import evaluating
 from ..models.structure.heads import query_heads, w_o
 from ..models.structure.sites import Site, require_sites
 from ..models.structure.wrappers import inner_model
+from ..models.text_inputs import device_of
 from .effects import EffectLayer, Effects, EffectsAbout
-from .inputs import model_batches, named_tensors
+from .inputs import model_batches, named_tensors, to_device
 from .metric import LogitDifference, Measure, Metric
 from .residual_stream import ResidualStream, StreamPass, leaf_of, residual_stream, run_cut
 
@@ -64,7 +65,7 @@ def attribute(
         >>> print(effects)
     """
     model = inner_model(model)
-    batches = model_batches(inputs, tokenizer)
+    batches = [to_device(batch, device_of(model)) for batch in model_batches(inputs, tokenizer)]
     measure = Measure(metric, batches, tokenizer)
     sites = require_sites(model)
     counts = [query_heads(model, site) for site in sites]

@@ -16,11 +16,12 @@ from ..models.batches import batch_size, run
 from ..models.evaluation import evaluating
 from ..models.structure.sites import require_sites
 from ..models.structure.wrappers import inner_model
+from ..models.text_inputs import device_of
 from ..resampling import bootstrap_counts, interval
 from .circuit_graph import CircuitGraph, circuit_graph
 from .circuit_result import Circuit, CircuitNode, CurvePoint, Edge, Share
 from .edge_passes import Activations, reader_gradients, record, run_edges, select
-from .inputs import Pair, model_pairs, named_tensors
+from .inputs import Pair, model_pairs, named_tensors, to_device
 from .metric import LogitDifference, Measure, Metric
 from .residual_stream import residual_stream
 
@@ -91,7 +92,8 @@ def circuit(
     _check_options(size, target, steps, draws)
     model = inner_model(model)
     sites = require_sites(model)
-    pairs = model_pairs(clean, corrupted, tokenizer)
+    device = device_of(model)
+    pairs = [Pair(*(to_device(batch, device) for batch in pair)) for pair in model_pairs(clean, corrupted, tokenizer)]
     whole = Measure(metric, [pair.clean for pair in pairs], tokenizer)  # refuses bad answers before anything runs
     with evaluating(model):
         # a function may know how many prompts there are
@@ -184,6 +186,7 @@ class _Search:
         self.random = np.random.default_rng(seed)
         self.scores = np.zeros((0, graph.edges))  # (prompts, edges), in the metric's units
         self.clean = self.corrupted = np.zeros(0)  # (prompts,)
+        self._counts: np.ndarray | None = None  # of the bootstrap
 
     # scores
 
@@ -314,8 +317,9 @@ class _Search:
         mean = float(numerators.mean() / self.difference.mean())
         if len(numerators) < 2:
             return Share(mean, math.nan, math.nan)
-        counts = bootstrap_counts(len(numerators), RESAMPLES)
-        low, high = interval((counts @ numerators) / (counts @ self.difference))
+        if self._counts is None:
+            self._counts = bootstrap_counts(len(numerators), RESAMPLES)
+        low, high = interval((self._counts @ numerators) / (self._counts @ self.difference))
         return Share(mean, float(low), float(high))
 
     # result

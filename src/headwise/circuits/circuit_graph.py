@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..errors import UnsupportedError
 from ..models.structure.linear_layers import output_width
-from ..models.structure.projections import Projections, projections
+from ..models.structure.projections import Projections, ProjectionsError, projections
 from ..models.structure.sites import Site
 from .residual_stream import CutPass, ResidualStream, Writer, is_inside
 from .stream_graph import block_of
@@ -193,9 +193,10 @@ def projections_of(model: nn.Module, site: Site) -> Projections:
         raise _refusal("nn.MultiheadAttention", "projections that are linear layers")
     try:
         return projections(model, site)
-    except UnsupportedError as error:
-        reason = str(error).partition("cannot be cut out: ")[2].partition(";")[0] or str(error)
-        raise UnsupportedError(f"the edges into {site} are not known: {reason}; headwise.patch works on it") from None
+    except ProjectionsError as error:
+        raise UnsupportedError(
+            f"the edges into {site} are not known: {error.reason}; headwise.patch works on it"
+        ) from None
 
 
 def _attention_readers(model: nn.Module, sites: list[Site], reads: _Reads) -> list[Reader]:

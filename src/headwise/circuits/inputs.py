@@ -67,6 +67,15 @@ def encode_texts(texts: Sequence[str], tokenizer: Any) -> dict[str, Tensor]:
     return {"input_ids": ids, "attention_mask": mask}
 
 
+def to_device(batch: Any, device: torch.device) -> Any:
+    """A batch on a device."""
+    if isinstance(batch, Mapping):
+        return {name: x.to(device) if isinstance(x, Tensor) else x for name, x in batch.items()}
+    if isinstance(batch, tuple):
+        return tuple(x.to(device) if isinstance(x, Tensor) else x for x in batch)
+    return batch.to(device)
+
+
 def model_pairs(clean: Any, corrupted: Any, tokenizer: Any = None) -> list[Pair]:
     """Pairs of batches, whose prompts have the same numbers of tokens row by row.
 

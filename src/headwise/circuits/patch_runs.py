@@ -77,8 +77,8 @@ class PatchRuns:
         def visit_once(visit: Visit) -> Tensor | None:
             if visit.site in seen:
                 raise UnsupportedError(
-                    f"{type(visit.site.module).__name__} (at {visit.site.place}) attends more than once per call; "
-                    f"which {self.what} is patched would not be told"
+                    f"{type(visit.site.module).__name__} (at {visit.site.place}) attends more than once per call, so "
+                    f"it has no single {self.what} to patch; choose other layers with heads"
                 )
             seen.add(visit.site)
             return visitor(visit)
@@ -186,15 +186,6 @@ def repeat_batch(batch: Any, copies: int) -> Any:
     if isinstance(batch, tuple):
         return tuple(repeat_batch(x, copies) if isinstance(x, Tensor) else x for x in batch)
     return batch.repeat(copies, *[1] * (batch.dim() - 1))
-
-
-def to_device(batch: Any, device: torch.device) -> Any:
-    """A batch on a device."""
-    if isinstance(batch, Mapping):
-        return {name: x.to(device) if isinstance(x, Tensor) else x for name, x in batch.items()}
-    if isinstance(batch, tuple):
-        return tuple(x.to(device) if isinstance(x, Tensor) else x for x in batch)
-    return batch.to(device)
 
 
 def check_cacheless(batch: Any) -> None:

@@ -23,9 +23,9 @@ from ..resampling import spearman
 from .activations import KINDS, PER_KV_HEAD
 from .effects import EffectLayer, Effects, EffectsAbout
 from .gradient_patching import estimate_pair
-from .inputs import Pair, model_batches, model_pairs, named_tensors
+from .inputs import Pair, model_batches, model_pairs, named_tensors, to_device
 from .metric import Measure, Metric
-from .patch_runs import Baseline, PatchRuns, Target, check_cacheless, mean_activations, to_device
+from .patch_runs import Baseline, PatchRuns, Target, check_cacheless, mean_activations
 from .positions import Positions
 from .sweep import Progress, sweep
 from .sweep_file import SweepFile, sweep_identity
@@ -34,6 +34,10 @@ METHODS = ("exact", "gradient")
 DIRECTIONS = ("denoise", "noise")
 MEMORY = 1 << 30
 ROUNDING = 64  # units in the last place, within which two values of the metric are the same
+BOTH_CONTEXTS = (
+    "Gradients between the two inputs are a mean over both contexts: noise and denoise have the same estimate, and "
+    "exact patching in one direction may rank weak heads otherwise."
+)
 SATURATION = (
     "The gradient of queries and keys is small where the softmax is saturated, so heads that attend to one key are "
     'estimated too low (Kramar et al. 2024); method="exact" is not.'
@@ -88,7 +92,9 @@ def patch(
             default, and True for all. Named heads are query heads: a key or value is then replaced for those alone
             and not for the others that share it. By default it is replaced for all of them, one effect per KV head.
         steps: of method="gradient". From 2 on, the gradient is a mean over as many points between the two inputs
-            (integrated gradients): embeddings, and inputs that are floating-point numbers, are interpolated.
+            (integrated gradients): embeddings, and inputs that are floating-point numbers, are interpolated. It is
+            a mean over both contexts, the same in both directions (but for patterns), and so not always nearer to
+            exact patching.
         mean_of: batches or texts; each head's mean over all their tokens is put in, instead of the activation of the
             other run, which still says what the effects are a share of.
         tokenizer: for texts and for answers that are strings.
@@ -173,6 +179,8 @@ def _estimate(
     notes, details = [], {}
     if runs.what in ("query", "key"):
         notes.append(SATURATION)
+    if steps > 1 and runs.what != "pattern":  # whose difference depends on the run's values
+        notes.append(BOTH_CONTEXTS)
     if sample:
         chosen = _draw(list(changes[0]), sample, seed)
         exact = sweep(runs, chosen, [runs.baseline(0)], memory=memory)[0]

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from .norms import is_norm, possible_forms
+
 TOLERANCE = 256  # units in the last place by which a norm's output may differ from its formula
 
 
@@ -60,19 +62,11 @@ def norm_form(module: nn.Module, x: Any, y: Any) -> NormForm | None:
     """The formula of a module that is a LayerNorm or an RMSNorm, by what it gave for x; None for other modules."""
     if not isinstance(x, Tensor) or not isinstance(y, Tensor) or x.shape != y.shape or not y.is_floating_point():
         return None
-    if "norm" not in type(module).__name__.lower() and not isinstance(module, nn.LayerNorm):
+    if not is_norm(module):
         return None
-    parameters = {name: p.detach() for name, p in module.named_parameters(recurse=False) if p.shape == x.shape[-1:]}
-    beta = next((parameters.pop(name) for name in ("bias", "beta", "b") if name in parameters), None)
-    weight = next(iter(parameters.values()), None)
-    gammas = [None] if weight is None else [weight, 1 + weight]
     x, y = x.detach(), y.detach()
-    for gamma in gammas:
-        for centred in (beta is not None, beta is None):
-            form = NormForm(gamma, beta, centred)
-            if form.fits(x, y):
-                return form
-    return None
+    forms = (NormForm(*form) for form in possible_forms(module, x.shape[-1]))
+    return next((form for form in forms if form.fits(x, y)), None)
 
 
 class FrozenNorm(torch.autograd.Function):

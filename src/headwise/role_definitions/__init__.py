@@ -40,7 +40,7 @@ from .registry import role_score as role_score
 from .registry import sink_roles as sink_roles
 
 # In the order of the tables that are printed; files that are not named here follow, by name.
-_ORDER = ("positions", "tokens", "repetition", "spread")
+_ORDER = ("positions", "tokens", "repetition", "spread", "probes")
 _HELPERS = ("pairs", "registry")
 
 _files = sorted(module.name for module in pkgutil.iter_modules(__path__))

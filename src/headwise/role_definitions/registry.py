@@ -22,7 +22,7 @@ BOTH, CAUSAL, CROSS = (
 SELF = (BOTH, CAUSAL)
 ANY = (BOTH, CAUSAL, CROSS)
 ARGMAX = ":argmax"  # how often the largest weight is there, beside how much weight is
-PAIRS, REPETITION, ROW = "pairs", "repetition", "row"  # what a score is measured on, see RoleScore
+PAIRS, REPETITION, ROW, PROBE = "pairs", "repetition", "row", "probe"  # what a score is measured on, see RoleScore
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -33,7 +33,9 @@ class RoleScore:
 
     name: str
     meaning: str
-    measured_on: str  # PAIRS of a query and a key in texts; REPETITION: random tokens repeated once; ROW: a whole row
+    # PAIRS of a query and a key in texts; REPETITION: random tokens repeated once; ROW: a whole row; PROBE: inputs of
+    # its own, measured on request (`roles/atlas/probes`)
+    measured_on: str
     function: Callable[..., Tensor] | None  # of PAIRS: Pairs -> (B, Tq, Tk); of REPETITION: positions -> positions
     positional: bool = False  # compares positions of query and key, which cross-attention does not have in common
     where_present: bool = False  # the mean is over the queries that have such a key; else over all queries
@@ -51,6 +53,8 @@ class RoleDefinition:
     relative: bool = False  # the threshold is a share of the baseline, which cannot be beaten but only reached
     unless: tuple[str, ...] = ()  # more specific roles; a head with one of them does not have this role
     sink: bool = False  # an attention sink: heads attend there when no other token is relevant
+    lift: float = LIFT  # times the baseline, at least
+    reach_only: bool = False  # says how far a head looks and not for what: such a head still counts as one without role
 
     @property
     def meaning(self) -> str:
@@ -58,7 +62,7 @@ class RoleDefinition:
 
     def level(self, baseline: float) -> float:
         """The score that is needed beside a baseline."""
-        return self.threshold * baseline if self.relative else max(self.threshold, LIFT * baseline)
+        return self.threshold * baseline if self.relative else max(self.threshold, self.lift * baseline)
 
     def is_met(self, score: float, baseline: float, low: float) -> bool:
         """Whether a head with this score and lower end of its interval has the role."""
@@ -150,6 +154,11 @@ def role_score(
 def add_row_score(name: str, meaning: str) -> None:
     """Name a statistic of whole rows; the observer computes these itself."""
     _scores[name], _owners["score", name] = RoleScore(name, meaning, ROW, None), __name__
+
+
+def add_probe_score(name: str, meaning: str) -> None:
+    """Name a score that a probe of the atlas measures on inputs of its own."""
+    _scores[name], _owners["score", name] = RoleScore(name, meaning, PROBE, None), __name__
 
 
 def add_role(definition: RoleDefinition, module: str = "__main__") -> None:

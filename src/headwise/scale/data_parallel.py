@@ -41,6 +41,7 @@ class AtlasOptions(TypedDict, total=False):
     """Options of headwise.atlas that it has over ranks too."""
 
     conllu: Any
+    probes: str | Sequence[str]
     name: str | None
     limit: int | None
     length: int

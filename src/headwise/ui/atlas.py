@@ -12,6 +12,7 @@ from ..errors import HeadwiseError
 from ..files import write_atomically
 from ..role_definitions import all_roles, meanings
 from ..roles.atlas import Atlas
+from ..roles.atlas.export import probe_lines
 from . import bundle
 
 COLUMNS = 4  # of a figure
@@ -40,6 +41,7 @@ def _data(atlas: Atlas, title: str) -> dict[str, Any]:
         f"to sinks (the first token, special tokens or punctuation); {atlas.about['texts']:,} texts, "
         f"{atlas.about['tokens']:,} tokens. Score and, in brackets, what equal attention has."
     )
+    summary = " ".join([summary, *(line.strip() for line in probe_lines(atlas) if line)])
     roles = [role for role in all_roles() if ways & set(role.ways) and role.score in document["scores"]]
     return {
         "title": title,

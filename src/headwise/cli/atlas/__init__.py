@@ -8,7 +8,7 @@ from ...errors import HeadwiseError
 from ..groups import LazyGroup
 from ..ranks import world_size
 
-COMMANDS = ("show", "measure", "merge", "diff", "relations", "ablate")
+COMMANDS = ("show", "measure", "probe", "merge", "diff", "relations", "ablate")
 
 
 class AtlasGroup(LazyGroup):

@@ -62,6 +62,7 @@ def command(
     from ...roles.ablation.ablate import DRAWS, ablate_heads
     from ...roles.atlas.build import atlas as measure
     from ...roles.atlas.corpus import check_file, read
+    from ...roles.atlas.probes.run import probes_of
 
     check_file(texts, field)  # before a model is loaded
     result = None if atlas is None else load_atlas(atlas)
@@ -70,7 +71,7 @@ def command(
         if result is None:
             result = measure(
                 full_model, texts, model_tokenizer, name=model, limit=limit, length=context, field=field, seed=seed,
-                progress=lambda step, total: progress("texts", step, total),
+                probes=probes_of(role), progress=lambda step, total: progress("texts", step, total),
             )  # fmt: skip
         heads = _heads(result, role, model)
         lines = [text for text in read(texts, field, TEXTS)[0] if isinstance(text, str)]
@@ -89,6 +90,15 @@ def command(
 
 
 def _heads(atlas: Atlas, role: str, model: str) -> list[tuple[str, int, int]]:
+    from ...role_definitions import definition
+    from ...roles.atlas.export import REASON
+    from ...roles.atlas.probes.run import probes_of
+
+    if definition(role).score not in atlas.scores:
+        facts = atlas.about.get("probes", {})
+        reasons = [facts[name][REASON] for name in probes_of(role) if REASON in facts.get(name, {})]
+        remedy = f"headwise atlas probe ATLAS --model {model} adds those of decoders"
+        raise HeadwiseError(f"the atlas of {model} has no scores of {role!r}: {' '.join([*reasons, remedy][:1])}")
     heads = [(head.kind, head.layer, head.head) for head in atlas.heads_with(role)]
     if not heads:
         raise HeadwiseError(f"no head of {model} has the role {role!r}, so nothing can be masked")

@@ -75,7 +75,7 @@ def _head(atlas: Atlas, head: str, as_json: bool) -> str:
     lines = [f"{atlas.model} {layer}.{number} ({kind}): {', '.join(roles) or 'no clean role'}"]
     lines += [
         f"  {row['score']:<20} {_number(row['value'])} [{_number(row['low'])}–{_number(row['high'])}]  "
-        f"equal attention {_number(row['baseline'])}"
+        f"baseline {_number(row['baseline'])}"
         for row in rows
     ]
     return "\n".join(lines)

@@ -30,24 +30,27 @@ UNFINISHED = "unfinished.safetensors"  # in the output directory: the sums of an
 @context_option(512, "Tokens per text at most.", least=4)
 @field_option
 @click.option("--part", metavar="I/N", help="Only every N-th text, from the I-th on, counted from 0; see merge.")
-@seed_option("Seed of the random tokens that measure induction.")
+@click.option(
+    "--probes", metavar="NAMES", help="Also measure roles that need inputs of their own: all, or names with commas."
+)
+@seed_option("Seed of the random tokens that measure induction, and of the probes.")
 @table_options
 @json_option
 def command(
     texts: Path, model: str, out: Path | None, limit: int | None, context: int, field: str, part: str | None,
-    seed: int, head: str | None, best: int, as_json: bool,
+    probes: str | None, seed: int, head: str | None, best: int, as_json: bool,
 ) -> None:  # fmt: skip
     """Measure what every head does over a corpus.
 
     With --out, an interrupted run is resumed by the same command.
     """
-    share = parse_part(part)
+    share, probe_list = parse_part(part), parse_probes(probes)
     if out is not None:
         check_output_folder(out)
     with joined_ranks() as ranks:
         if ranks.count > 1 and part is not None:
             raise HeadwiseError("torchrun shares the texts among its ranks itself; leave out --part")
-        options = {"limit": limit, "length": context, "field": field, "seed": seed}
+        options = {"limit": limit, "length": context, "field": field, "seed": seed, "probes": probe_list}
         atlas = _measure(texts, model, out, share, ranks, options)
         if out is not None and ranks.first:
             write_atlas(atlas, out)
@@ -67,6 +70,15 @@ def parse_part(text: str | None) -> tuple[int, int]:
     if i is None or n is None or i >= n:
         raise HeadwiseError(f"--part is I/N such as 0/4, with I below N, got {text[:60]!r}")
     return i, n
+
+
+def parse_probes(text: str | None) -> list[str]:
+    """ "retrieval,streaming" as the names of probes; "all" names all of them."""
+    if text is None:
+        return []
+    from ...roles.atlas.probes.run import probe_names
+
+    return probe_names([name.strip() for name in text.split(",")])
 
 
 def _measure(
@@ -97,9 +109,16 @@ def _measure(
 
             result = measure_on_ranks(full_model, texts, model_tokenizer, out=out and out / "atlas.json", **run_options)
         else:
+            from ...roles.atlas.build import add_probes
             from ...roles.atlas.build import atlas as measure
 
+            probes = run_options.pop("probes")
             result = measure(full_model, texts, model_tokenizer, part=part, keep_checkpoint=True, **run_options)
+            if probes and part[0] == 0:
+                result = add_probes(
+                    result, full_model, model_tokenizer, probes=probes, seed=options["seed"],
+                    progress=lambda step, total: progress("probes", step, total),
+                )  # fmt: skip
     if out is not None and ranks.first:
         from ...roles.atlas.similarity import head_similarity
 

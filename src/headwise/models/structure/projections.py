@@ -30,6 +30,17 @@ MULTIHEAD = {
 OVER_ALL_HEADS = "its {} runs over all heads at once, so that removing one is not the same as masking it"
 
 
+class ProjectionsError(UnsupportedError):
+    """Heads that cannot be cut out, or whose projections are not known; `reason` alone says why."""
+
+    def __init__(self, message: str, reason: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+    def __reduce__(self) -> tuple[type[ProjectionsError], tuple[str, str]]:
+        return ProjectionsError, (self.args[0], self.reason)
+
+
 @dataclass(frozen=True)
 class Projection:
     """One linear layer, and the order in which its rows hold the heads."""
@@ -57,6 +68,13 @@ class Projections:
 
 def projections(model: nn.Module, site: Site) -> Projections:
     """Where a site's W_Q, W_K, W_V and W_O are; refused by name where removing a head would not be exact."""
+    layer = find_projections(model, site)
+    _check_other_parameters(layer)
+    return layer
+
+
+def find_projections(model: nn.Module, site: Site) -> Projections:
+    """As projections, also where other parameters of the module forbid that a head is removed."""
     out_path, out = w_o(model, site)
     check_zeroable(site, out)
     query = query_heads(model, site)
@@ -78,9 +96,7 @@ def projections(model: nn.Module, site: Site) -> Projections:
             raise refusal(site, f"{part.path} has {rows} rows for {blocks} blocks of heads")
     _check_linear(site, out)
     multiple = SLICES if any(layout == "sliced" for _, _, layout in named_layers) else 1
-    layer = Projections(site, query, kv, value_dim, out, out_path, parts, dict(_per_head(site, query, kv)), multiple)
-    _check_other_parameters(layer)
-    return layer
+    return Projections(site, query, kv, value_dim, out, out_path, parts, dict(_per_head(site, query, kv)), multiple)
 
 
 def layer_shapes(model: nn.Module) -> tuple[LayerShape, ...]:
@@ -99,12 +115,13 @@ def layer_shapes(model: nn.Module) -> tuple[LayerShape, ...]:
     return tuple(shapes)
 
 
-def refusal(site: Site, reason: str, alternative: str = "") -> UnsupportedError:
+def refusal(site: Site, reason: str, alternative: str = "") -> ProjectionsError:
     """The error for heads that cannot be cut out; for sites whose W_O can be zeroed, since it advises that."""
-    return UnsupportedError(
+    message = (
         f"heads of {type(site.module).__name__} (at {site.place}) cannot be cut out: {reason}; "
         f"{alternative}zero=True zeroes them instead"
     )
+    return ProjectionsError(message, reason)
 
 
 def check_zeroable(site: Site, out: nn.Module) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from ...lazy import lazy_names
 
 if TYPE_CHECKING:
+    from .build import add_probes as add_probes
     from .build import atlas as atlas
     from .bundled import bundled_atlas as bundled_atlas
     from .diff import Changes as Changes
@@ -23,6 +24,7 @@ _MODULES = {
     "HeadRole": "result",
     "HeadSimilarity": "similarity",
     "Stability": "stability",
+    "add_probes": "build",
     "atlas": "build",
     "bundled_atlas": "bundled",
     "head_similarity": "similarity",

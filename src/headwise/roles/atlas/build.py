@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,11 @@ from ...models.text_inputs import is_encoder_decoder
 from ...role_definitions import added_scores
 from .corpus import Corpus, TextEncoder, batch_sizes, read
 from .corpus_run import CorpusRun, Progress
+from .from_sums import with_probes
 from .induction import vocabulary_size
 from .observer import Observer
+from .probes.run import probe_names, run_probes
+from .probes.subject import Subject
 from .result import Atlas
 from .sums import REPLICATES, Key, identity
 
@@ -33,6 +37,7 @@ def atlas(
     tokenizer: Any = None,
     *,
     conllu: Any = None,
+    probes: str | Sequence[str] = (),
     name: str | None = None,
     limit: int | None = None,
     length: int = LENGTH,
@@ -55,6 +60,9 @@ def atlas(
         tokenizer: of a model that is given as an object.
         conllu: CoNLL-U files with gold links, to see which heads follow which relation between words;
             `headwise.relations` does that alone.
+        probes: roles of decoder heads that need inputs of their own, English and bundled: "retrieval", "streaming",
+            "copying" (and suppression), "successor", "function", several of them, or "all". They cost passes of their
+            own. What does not apply to a model is in the result with the reason.
         name: of the model, in the result.
         limit: texts at most.
         length: tokens per text at most; longer texts are cut.
@@ -64,7 +72,7 @@ def atlas(
             same; the file is removed at the end.
         keep_checkpoint: leave that file, for a caller who removes it once the atlas is saved.
         replicates: resampled corpora of the bootstrap.
-        seed: of the random tokens that are repeated for the induction scores.
+        seed: of the random tokens that are repeated for the induction scores, and of the probes.
         progress: called with the texts done, and the texts in all or None.
 
     Returns:
@@ -81,6 +89,7 @@ def atlas(
         >>> atlas.save("atlas.json")
     """
     _check(length, part, replicates, seed)
+    probe_list = probe_names(probes)
     name, model, tokenizer = resolve(model, tokenizer, name)
     stream, total = read(texts, field, limit)
     observer = Observer.of(model)
@@ -100,6 +109,9 @@ def atlas(
     tally, repetition = run.measure(vocabulary_size(observer.model, tokenizer), seed, replicates)
     about["fingerprint"] = {**content, "texts": corpus.fingerprint}
     result = Atlas.from_sums(tally, repetition, name, _original_heads(model), about)
+    if probe_list and part[0] == 0:  # as the repetition, once for all parts
+        subject = Subject(model, observer, encoder, max_positions(observer.model), seed, replicates)
+        result = with_probes(result, *run_probes(subject, probe_list))
     if conllu is not None:
         from ..relations.find import relations
 
@@ -107,6 +119,53 @@ def atlas(
     if resume and not keep_checkpoint:
         Path(resume).unlink(missing_ok=True)
     return result
+
+
+def add_probes(
+    atlas: Atlas,
+    model: Any,
+    tokenizer: Any = None,
+    *,
+    probes: str | Sequence[str] = "all",
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> Atlas:
+    """An atlas with the scores of probes, which need no corpus, measured on the model that the atlas is of.
+
+    Args:
+        atlas: it is left as it is.
+        model: a name as `headwise.load` takes it, or a model.
+        tokenizer: of a model that is given as an object.
+        probes: as in `headwise.atlas`.
+        seed: of the probes.
+        progress: called with the probes done and the probes in all.
+
+    Raises:
+        HeadwiseError: for a model with other weights or heads than the atlas has, and for probes that do not exist.
+
+    Example:
+        >>> print(add_probes(headwise.Atlas.load("atlas.json"), "smollm2", probes="retrieval"))
+    """
+    _, model, tokenizer = resolve(model, tokenizer)
+    weights = atlas.about.get("fingerprint", {}).get("weights")
+    if weights not in (None, fingerprint(model)):
+        raise HeadwiseError(f"this atlas of {atlas.model} was measured with other weights; measure the model's own")
+    observer = Observer.of(model)
+    observer.ways = dict(atlas.ways)
+    positions = max_positions(observer.model)
+    encoder = encoder_of(observer.model, tokenizer, positions or LENGTH)
+    replicates = atlas.about.get("replicates", REPLICATES)
+    subject = Subject(model, observer, encoder, positions, seed, replicates)
+    tallies, facts = run_probes(subject, probe_names(probes), progress)
+    shapes = {
+        (kind, i): len(row)
+        for kind in atlas.layers
+        for i, row in zip(atlas.layers[kind], atlas.heads[kind], strict=True)
+    }
+    for tally in tallies.values():
+        if any(shapes.get(key) != sums.top.shape[1] - 1 for key, sums in tally.sums.items()):
+            raise HeadwiseError(f"this atlas of {atlas.model} has other heads than the model; measure the model's own")
+    return with_probes(atlas, tallies, facts)
 
 
 def _check(length: int, part: tuple[int, int], replicates: int, seed: int) -> None:

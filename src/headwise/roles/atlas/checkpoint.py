@@ -14,6 +14,8 @@ from ...json_documents import anything, in_words, mapping, parse_json
 from .sums import Tally
 
 FORMAT = "1"
+WITH_PROBES = "2"  # has tallies that versions which know format 1 alone would drop without a word when they merge
+TALLIES_OF_FORMAT_1 = ("tally", "probe")
 EXTRA = "extra/"  # prefix of arrays that belong to no tally
 
 
@@ -37,12 +39,13 @@ def save_tallies(
     present = {name: tally for name, tally in tallies.items() if tally is not None}
     all_arrays = {f"{name}/{key}": x for name, tally in present.items() for key, x in tally.arrays().items()}
     all_arrays |= {EXTRA + key: x for key, x in (arrays or {}).items()}
+    format_number = FORMAT if present.keys() <= {*TALLIES_OF_FORMAT_1} else WITH_PROBES
     about = {"tallies": {name: tally.facts() for name, tally in present.items()}, "more": facts}
     with write_atomically(path, CheckpointError) as file:
         save_file(
             {key: np.ascontiguousarray(x) for key, x in all_arrays.items()},
             file,
-            {"headwise-sums": FORMAT, "facts": json.dumps(about)},
+            {"headwise-sums": format_number, "facts": json.dumps(about)},
         )
 
 
@@ -55,7 +58,7 @@ def load_tallies(path: str | os.PathLike[str]) -> SavedSums:
             raise ValueError("it is not a file")
         with safe_open(os.fspath(path), framework="numpy") as file:
             about = file.metadata() or {}
-            if about.get("headwise-sums") != FORMAT:
+            if about.get("headwise-sums") not in (FORMAT, WITH_PROBES):
                 raise CheckpointError(f"{str(path)!r} holds no sums of an atlas that this version reads")
             facts = parse_json(about["facts"])
             arrays = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118  # this is no dict

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .result import Atlas, HeadRole
 
 BEST = 4  # heads per role
+REASON, WORDS = "not measured", "words"  # keys of the facts about a probe
 SINKS = "the first token, special tokens or punctuation"
 
 
@@ -38,9 +39,21 @@ def text(atlas: Atlas, best: int = BEST) -> str:
     ]
     lines.append("A head: score [95 % interval over texts], and what equal attention has on the same tokens.")
     lines += [f"Note: {note}." for note in atlas.about.get("notes", ())]
+    lines += probe_lines(atlas)
     if atlas.relations is not None:
         lines += ["", "Relations between words, on gold links that no head was chosen by:", str(atlas.relations)]
     return "\n".join(lines)
+
+
+def probe_lines(atlas: Atlas) -> list[str]:
+    """What was found beside the scores of each probe, or why it was not measured."""
+    lines = []
+    for name, facts in atlas.about.get("probes", {}).items():
+        if REASON in facts:
+            lines.append(f"{name} was not measured: {facts[REASON]}.")
+        elif WORDS in facts:
+            lines.append(f"{name}: {facts[WORDS]}.")
+    return lines and ["", "Probes, on inputs of their own:", *(f"  {line}" for line in lines)]
 
 
 def _title(atlas: Atlas) -> str:

@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 
 FORMAT = 1
 SUMS = ".sums.safetensors"  # after the atlas's own name: the file that merging needs
-TALLY, REPETITION = "tally", "probe"  # names of the two tallies in that file, as in all earlier ones
+TALLY, REPETITION = "tally", "probe"  # names of two tallies in that file, as in all earlier ones
+PROBE = "probe-"  # before the name of each further one
 TABLES = {"scores": "score", "low": "low", "high": "high", "spread": "spread", "baseline": "baseline"}  # in the JSON
 
 
@@ -74,7 +75,8 @@ def save(atlas: Atlas, path: str | os.PathLike[str], *, sums: bool = False) -> N
     if sums:
         from .checkpoint import save_tallies
 
-        save_tallies(sums_file, {TALLY: atlas.tally, REPETITION: atlas.repetition}, {})
+        probes = {PROBE + name: tally for name, tally in atlas.probes.items()}
+        save_tallies(sums_file, {TALLY: atlas.tally, REPETITION: atlas.repetition, **probes}, {})
 
 
 def load(path: str | os.PathLike[str]) -> Atlas:
@@ -93,9 +95,10 @@ def load(path: str | os.PathLike[str]) -> Atlas:
 
     tallies = load_tallies(sums_file).tallies
     tally, repetition = tallies.get(TALLY), tallies.get(REPETITION)
-    if tally is None or not is_from_sums(atlas, tally, repetition):
+    probes = {name.removeprefix(PROBE): probe for name, probe in tallies.items() if name.startswith(PROBE)}
+    if tally is None or not is_from_sums(atlas, tally, (repetition, *probes.values())):
         raise HeadwiseError(f"{sums_file!r} holds the sums of another atlas than {str(path)!r}; remove it")
-    return replace(atlas, tally=tally, repetition=repetition)
+    return replace(atlas, tally=tally, repetition=repetition, probes=probes)
 
 
 def from_json(data: Any) -> Atlas:
@@ -148,6 +151,7 @@ def _parse_about(value: Any, layers: dict[str, list[int]], heads: dict[str, list
     count(about.get("cut", 0), "cut")
     items(about.get("notes", []), "notes", string)
     mapping(about.get("fingerprint", {}), "fingerprint", string)
+    mapping(about.get("probes", {}), "probes", lambda x, path: mapping(x, path, anything))
     for kind, similarity in mapping(
         about.get("likeness", {}), "likeness", lambda x, path: mapping(x, path, anything)
     ).items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +12,7 @@ from ...errors import HeadwiseError
 from .result import DIGITS, Atlas, Tables
 from .sums import Key, Sums, Tally
 
-TABLES = ("scores", "low", "high", "spread")
+TABLES, BASELINE = ("scores", "low", "high", "spread"), "baseline"
 
 
 def atlas_from_sums(
@@ -20,8 +21,10 @@ def atlas_from_sums(
     model: str,
     original_heads: dict[Key, list[int | None]],
     about: dict[str, Any],
+    probes: dict[str, Tally] | None = None,
 ) -> Atlas:
     """See Atlas.from_sums."""
+    probes = probes or {}
     layers: dict[str, list[int]] = {}
     for kind, layer in tally.sums:
         layers.setdefault(kind, []).append(layer)
@@ -30,17 +33,34 @@ def atlas_from_sums(
         kind: [original_heads.get((kind, i)) or list(range(tally.sums[kind, i].top.shape[1] - 1)) for i in numbers]
         for kind, numbers in layers.items()
     }
-    tables: dict[str, Any] = {part: {} for part in TABLES}
-    baseline: Tables = {}
-    for source in filter(None, (tally, repetition)):
-        for kind, names in source.names.items():
-            rows = [_tables(source.sums[kind, i], heads[kind][row]) for row, i in enumerate(layers[kind])]
-            for number, name in enumerate(names):
-                for part in TABLES:
-                    tables[part].setdefault(name, {})[kind] = _stack([row[part][number, :-1] for row in rows])
-                baseline.setdefault(name, {})[kind] = np.array([row["scores"][number, -1] for row in rows])
-    return Atlas(model, layers, heads, dict(tally.ways), **tables, baseline=baseline, about={**_counts(tally), **about},
-                 tally=tally, repetition=repetition)  # fmt: skip
+    tables: dict[str, Any] = {part: {} for part in (*TABLES, BASELINE)}
+    for source in filter(None, (tally, repetition, *probes.values())):
+        _add_tables(tables, source, layers, heads)
+    return Atlas(model, layers, heads, dict(tally.ways), **tables, about={**_counts(tally), **about},
+                 tally=tally, repetition=repetition, probes=probes)  # fmt: skip
+
+
+def _add_tables(
+    tables: dict[str, Tables], source: Tally, layers: dict[str, list[int]], heads: dict[str, list[list[int | None]]]
+) -> None:
+    """Add the scores of some sums to the tables of an atlas."""
+    for kind, names in source.names.items():
+        rows = [_tables(source.sums[kind, i], heads[kind][row]) for row, i in enumerate(layers[kind])]
+        for number, name in enumerate(names):
+            for part in TABLES:
+                tables[part].setdefault(name, {})[kind] = _stack([row[part][number, :-1] for row in rows])
+            tables[BASELINE].setdefault(name, {})[kind] = np.array([row["scores"][number, -1] for row in rows])
+
+
+def with_probes(atlas: Atlas, tallies: dict[str, Tally], facts: dict[str, dict[str, Any]]) -> Atlas:
+    """An atlas with the scores of further probes. facts: about each probe that was requested."""
+    tables: dict[str, Any] = {
+        part: {name: dict(kinds) for name, kinds in getattr(atlas, part).items()} for part in (*TABLES, BASELINE)
+    }
+    for source in tallies.values():
+        _add_tables(tables, source, atlas.layers, atlas.heads)
+    about = {**atlas.about, "probes": {**atlas.about.get("probes", {}), **facts}}
+    return replace(atlas, **tables, about=about, probes={**atlas.probes, **tallies})
 
 
 def _counts(tally: Tally) -> dict[str, int]:
@@ -69,15 +89,15 @@ def _stack(rows: list[np.ndarray]) -> np.ndarray:
     return table
 
 
-def is_from_sums(atlas: Atlas, tally: Tally, repetition: Tally | None) -> bool:
-    """Whether these sums give this atlas."""
+def is_from_sums(atlas: Atlas, tally: Tally, others: Iterable[Tally | None]) -> bool:
+    """Whether these sums give this atlas. others: those of the repetition and of the probes."""
     if any(atlas.about.get(key, value) != value for key, value in _counts(tally).items()) or tally.ways != atlas.ways:
         return False
     if sorted(tally.sums) != sorted((kind, i) for kind, layers in atlas.layers.items() for i in layers):
         return False
     return all(
         _has_layer(atlas, kind, layer, source.names[kind], sums.means())
-        for source in filter(None, (tally, repetition))
+        for source in filter(None, (tally, *others))
         for (kind, layer), sums in source.sums.items()
     )
 
@@ -101,6 +121,7 @@ def _has_layer(atlas: Atlas, kind: str, layer: int, names: tuple[str, ...], mean
 def merge(first: Atlas, *others: Atlas) -> Atlas:
     """One atlas of the texts of all, by adding their sums."""
     tally, repetition, notes = first.tally, first.repetition, list(first.about.get("notes", ()))
+    probes, probe_facts = dict(first.probes), dict(first.about.get("probes", {}))
     for other in others:
         if tally is None or other.tally is None:
             raise HeadwiseError("merging needs the sums behind an atlas; save it with sums=True")
@@ -108,6 +129,7 @@ def merge(first: Atlas, *others: Atlas) -> Atlas:
         if other.heads != first.heads:
             raise HeadwiseError("these are atlases of models pruned differently; they cannot be merged")
         repetition = repetition or other.repetition  # the same for all: random tokens, not texts
+        probes, probe_facts = other.probes | probes, other.about.get("probes", {}) | probe_facts  # likewise
         _check_same_model(first.about.get("fingerprint", {}), other.about.get("fingerprint", {}))
         if other.about.get("counts") != first.about.get("counts"):
             notes.append("rare tokens: each part against its own counts")
@@ -120,7 +142,10 @@ def merge(first: Atlas, *others: Atlas) -> Atlas:
     if any(other.about.get("fingerprint") != first.about.get("fingerprint") for other in others):
         about["fingerprint"] = {key: x for key, x in about.get("fingerprint", {}).items() if key != "texts"}
     about["notes"] = list(dict.fromkeys(notes))
-    return replace(atlas_from_sums(tally, repetition, first.model, heads, about), relations=first.relations)
+    if probe_facts:
+        about["probes"] = probe_facts
+    merged = atlas_from_sums(tally, repetition, first.model, heads, about, probes)
+    return replace(merged, relations=first.relations)
 
 
 def _check_same_model(first: dict[str, str], second: dict[str, str]) -> None:

@@ -181,7 +181,7 @@ def forward(model: Any, batch: Batch) -> Any:
     return run_on_tokens(model, inputs)
 
 
-def visible(reading: Reading | EagerReading, rows: range, a: Tensor | None) -> Tensor:
+def visible(reading: Reading | EagerReading, rows: Sequence[int], a: Tensor | None) -> Tensor:
     """(B, rows, Tk) bool: the keys that each query may attend to, in any head."""
     selected = None if len(rows) == reading.q.shape[2] else list(rows)
     if isinstance(reading, EagerReading):

@@ -59,6 +59,7 @@ class Atlas:
         about: corpus, counts and settings.
         tally: the sums behind the atlas, which merging needs; in a file only where it was saved with sums=True.
         repetition: the same of the random tokens repeated once, for induction.
+        probes: the same of each probe that was requested, by name.
         relations: which heads follow which relation between words, where gold links were given.
 
     Example:
@@ -83,6 +84,7 @@ class Atlas:
     tally: Tally | None = None
     repetition: Tally | None = None
     relations: Relations | None = None
+    probes: dict[str, Tally] = field(default_factory=dict)
 
     @classmethod
     def from_sums(
@@ -92,11 +94,12 @@ class Atlas:
         model: str,
         original_heads: dict[Key, list[int | None]],
         about: dict[str, Any],
+        probes: dict[str, Tally] | None = None,
     ) -> Atlas:
         """The atlas of sums over texts. original_heads: of pruned layers, the heads' numbers before pruning."""
         from .from_sums import atlas_from_sums
 
-        return atlas_from_sums(tally, repetition, model, original_heads, about)
+        return atlas_from_sums(tally, repetition, model, original_heads, about, probes)
 
     def __iter__(self) -> Iterator[tuple[str, int, int]]:
         """Every head as (kind, layer, head), without the zeroed heads that pad a group."""
@@ -166,15 +169,18 @@ class Atlas:
 
     @property
     def unnamed(self) -> float:
-        """The share of heads without a clean role."""
-        return 1 - len({role[:3] for role in self.roles}) / max(len(self), 1)
+        """The share of heads without a clean role; how far a head looks is none."""
+        return 1 - len({role[:3] for role in self._clean_roles()}) / max(len(self), 1)
 
     @property
     def sink_only(self) -> float:
         """The share of heads whose only roles are those of attention sinks: first token, delimiters, punctuation."""
-        roles, sinks = self.roles, sink_roles()
+        roles, sinks = self._clean_roles(), sink_roles()
         heads_with_other_roles = {role[:3] for role in roles if role.role not in sinks}
         return len({role[:3] for role in roles} - heads_with_other_roles) / max(len(self), 1)
+
+    def _clean_roles(self) -> list[HeadRole]:
+        return [role for wanted in all_roles() if not wanted.reach_only for role in self.heads_with(wanted)]
 
     # --- other atlases ---
 

@@ -64,7 +64,7 @@ function showHead(kind, row, head) {
       h("td", {}, number(table.baseline[row])),
     ),
   );
-  const columns = headers(["score", "mean", "95 % interval", "equal attention"], "col");
+  const columns = headers(["score", "mean", "95 % interval", "baseline"], "col");
   detail.replaceChildren(
     h("h2", {}, `${kind} ${layer}.${head}: ${roles.join(", ") || "no clean role"}`),
     h("table", {}, h("thead", {}, h("tr", {}, ...columns)), h("tbody", {}, ...lines)),
