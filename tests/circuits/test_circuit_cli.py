@@ -38,7 +38,12 @@ EDGES = [
 ]
 CURVE = [
     {"edges": 1, "faithfulness": [0.25, 0.125, 0.375], "completeness": [0.5, None, None], "random": [None] * 3},
-    {"edges": 3, "faithfulness": [0.875, 0.75, 1.25], "completeness": [0.75, None, None], "random": [0.02, 0, 0.1]},
+    {
+        "edges": 3,
+        "faithfulness": [0.875, 0.75, 1.25],
+        "completeness": [0.75, None, None],
+        "random": [0.02, -0.001, 0.1],
+    },
 ]
 
 
@@ -105,13 +110,15 @@ def test_the_strongest_heads_and_the_circuit_are_printed(
     assert main(["circuit", *EXAMPLE]) == 0
     out, err = capsys.readouterr()
     assert err == ""
-    assert re.search(r"smollm2, 1 pair of prompts: a metric = \d\.\d+ clean, -?\d\.\d+ corrupted", out)
-    assert "'When Mary and John went to the store, John gave a drink to' → ' Mary', not ' John'" in out
+    assert out.startswith(f"smollm2, 1 pair of prompts\n  clean      {CLEAN!r}\n  corrupted  {CORRUPTED!r}\n")
+    assert "  answer     ' Mary', not ' John'\n" in out
+    assert re.search(r"^  metric     a metric = \d\.\d+ clean, -?\d\.\d+ corrupted$", out, re.MULTILINE)
     assert re.search(r"^29\.8 +\+2\.690 +29\.8 +-2\.690", out, re.MULTILINE)
-    assert re.search(r"^head 24\.2 +→ output +\+0\.7500", out, re.MULTILINE)
-    assert re.search(r"^head 3\.1 +→ key of KV head 24\.0 +-0\.2500", out, re.MULTILINE)
+    assert re.search(r"^head 24\.2 +→ output +\+0\.750", out, re.MULTILINE)
+    assert re.search(r"^head 3\.1 +→ key of KV head 24\.0 +-0\.250", out, re.MULTILINE)
     assert re.search(r"^ +1 +0\.25 \(0\.12 to 0\.38\) +0\.50 +–", out, re.MULTILINE)
     assert re.search(r"^ +3 +0\.88 \(0\.75 to 1\.25\) +0\.75 +0\.02 \(0\.00 to 0\.10\)", out, re.MULTILINE)
+    assert "95 % interval" not in out  # of one pair
     assert "Circuit: 3 edges of the model's 7,000, of which the 3 strongest (by hand)" in out
     for note in ("a note on direct effect", "a note on output patching", "a note on the circuit", "by hand"):
         assert note in out

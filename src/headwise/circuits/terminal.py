@@ -18,11 +18,11 @@ LISTED = 10  # heads or edges
 def draw_effects(effects: Sequence[Effects], number: int = LISTED) -> RenderableType:
     """The strongest heads of several effects, beside each other."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for each in effects:
+    columns = [each.strongest(number) for each in effects]
+    for each, rows in zip(effects, columns, strict=True):
         table.add_column("head", style="cyan")
         table.add_column(each.name, justify="right")
-        table.add_column("95 % interval", style="dim")
-    columns = [each.strongest(number) for each in effects]
+        table.add_column("95 % interval" if any(row.low == row.low for row in rows) else "", style="dim")
     several = len({row.kind for rows in columns for row in rows}) > 1
     for place in range(max(map(len, columns), default=0)):
         cells: list[Any] = []
@@ -48,7 +48,7 @@ def draw_circuit(circuit: Mapping[str, Any], number: int = LISTED) -> Renderable
         into = "" if edge["input"] == "input" else f"{edge['input']} of "
         colour = "red" if edge["score"] < 0 else "green"
         source, target = (names.get(edge[side], edge[side]) for side in ("from", "to"))
-        edges.add_row(source, f"→ {into}{target}", Text(f"{edge['score']:+.4f}", style=colour))
+        edges.add_row(source, f"→ {into}{target}", Text(f"{edge['score']:+.3f}", style=colour))
     shown = min(number, len(circuit["edges"]))
     size = f"{circuit['size']:,} edges" + (f" of the model's {circuit['total']:,}" if circuit.get("total") else "")
     title = Text.assemble(("Circuit", "bold"), f": {size}, of which the {shown} strongest ")
@@ -80,8 +80,8 @@ def _curve(circuit: Mapping[str, Any]) -> Table:
 def _share(triple: Sequence[float | None] | None) -> str:
     if triple is None or triple[0] is None:
         return "–"
-    mean, low, high = triple
-    return f"{mean:.2f}" if low is None or high is None else f"{mean:.2f} ({low:.2f} to {high:.2f})"
+    mean, *ends = (None if x is None else f"{round(x, 2) + 0.0:.2f}" for x in triple)  # + 0.0: no "-0.00"
+    return str(mean) if None in ends else f"{mean} ({ends[0]} to {ends[1]})"
 
 
 def _node_name(node: Mapping[str, Any]) -> str:

@@ -180,17 +180,17 @@ class Report(NamedTuple):
 
         prompts, values = self.prompts, self.values
         count = len(prompts.clean)
-        what = f"task {prompts.task}, {count} pairs of prompts" if prompts.task else "1 pair of prompts"
-        example = "" if count == 1 else ", such as"
+        what = f"task {prompts.task}, {count} pairs of prompts, such as" if prompts.task else "1 pair of prompts"
         against = f", not {prompts.others[0]!r}" if prompts.others else ""
         lines = [
-            f"{self.model}, {what}: {self.direct.metric} = {values.clean:.3f} clean, {values.corrupted:.3f} corrupted"
-            f"{example}",
-            f"  clean      {prompts.clean[0]!r} → {prompts.answers[0]!r}{against}",
+            f"{self.model}, {what}",
+            f"  clean      {prompts.clean[0]!r}",
             f"  corrupted  {prompts.corrupted[0]!r}",
+            f"  answer     {prompts.answers[0]!r}{against}",
+            f"  metric     {self.direct.metric} = {values.clean:.3f} clean, {values.corrupted:.3f} corrupted",
         ]
         if prompts.accuracy is not None:
-            lines.append(str(prompts.accuracy))
+            lines.append(f"  accuracy   {prompts.accuracy}")
         return Text("\n".join(lines))
 
 

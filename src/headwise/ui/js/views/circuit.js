@@ -467,7 +467,7 @@ export class CircuitView {
                 "tr",
                 {},
                 h("th", { scope: "row", text: this._edgeName(edge) }),
-                h("td", { text: withInterval(edge.score, edge.low, edge.high) }),
+                h("td", { text: format(edge.score, 3), title: withInterval(edge.score, edge.low, edge.high) }),
               ),
             ),
         ),
