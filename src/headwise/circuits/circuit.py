@@ -246,11 +246,13 @@ class _Search:
         """The circuit of a size, or the smallest that reaches the target, with the curve of those measured."""
         ranking = np.argsort(-np.abs(self.scores.mean(0)), kind="stable")
         points: dict[int, CurvePoint] = {}
+        notes = []
         if size is not None:
             points[size] = self._measure_size(ranking, size)
         else:
             size = self._reach(ranking, target, points)
-        notes = [] if points[size].faithfulness.mean >= target else [f"no size that was measured reaches {target:g}"]
+            if points[size].faithfulness.mean < target:
+                notes.append(f"no size that was measured reaches {target:g}")
         curve = tuple(points[edges] for edges in sorted(points))
         return self._result(ranking[:size], curve, tuple(notes))
 

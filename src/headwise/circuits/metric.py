@@ -37,8 +37,10 @@ class LogitDifference:
     tokenizer: Any = None
 
     def __str__(self) -> str:
-        names = [_describe_tokens(tokens) for tokens in (self.answers, self.others) if tokens is not None]
-        return f"logit of {names[0]}" + (f" minus {names[1]}" if len(names) == 2 else "")
+        answer = _describe_tokens(self.answers, "each prompt's answer")
+        if self.others is None:
+            return f"logit of {answer}"
+        return f"logit of {answer} minus {_describe_tokens(self.others, 'its other token')}"
 
 
 Metric = LogitDifference | Callable[[Any], Tensor]  # a function of the model's output: (B,) numbers, or one
@@ -208,10 +210,11 @@ def tensors_of(output: Any) -> list[Tensor]:
     return [x for value in values for x in tensors_of(value)]
 
 
-def _describe_tokens(tokens: Any) -> str:
+def _describe_tokens(tokens: Any, several: str) -> str:
+    """One token by name; several different ones by what they are."""
     if isinstance(tokens, str):
         return repr(tokens)
     if isinstance(tokens, int):
         return f"token {tokens}"
-    distinct = list(dict.fromkeys(tokens.tolist() if isinstance(tokens, Tensor) else tokens))
-    return _describe_tokens(distinct[0]) if len(distinct) == 1 else f"each prompt's token ({len(distinct)} different)"
+    distinct = set(tokens.flatten().tolist() if isinstance(tokens, Tensor) else tokens)
+    return _describe_tokens(distinct.pop(), several) if len(distinct) == 1 else several
