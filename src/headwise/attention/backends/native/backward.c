@@ -107,7 +107,7 @@ static void make_plan(const Call *call, const Gradients *gradients, Plan *plan) 
     plan->key_blocks = div_up(call->keys, MAX_KEYS);
     plan->key_block = plan->key_blocks ? round_up(div_up(call->keys, plan->key_blocks), PANEL) : PANEL;
     plan->parts = max(1, min(plan->key_blocks, div_up(FEW_ITEMS, max(1, heads))));
-    plan->items = heads * plan->parts;
+    plan->items = plan->runs = heads * plan->parts;
     plan->partial_floats = plan->rows * round_up(call->dim, LANES);
     Backward unused;
     plan->scratch_bytes = carve_buffers(call, plan, NULL, &unused);
