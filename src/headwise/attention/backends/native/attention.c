@@ -325,7 +325,7 @@ static void accumulate_run(const Item *items, int heads, const Strip *strips) {
 }
 
 /* Process the rows first to first + rows - 1 of the items of a run on the keys from `from` to `to` - 1 of the current
-   block. A run of several items has no windows: all of its rows may see the same keys, of which a mask may hide some. */
+   block. A run of several items has no windows: all rows may see the same keys, of which a mask may hide some. */
 static void run_strips(Item *items, int heads, int64_t first, int rows, int64_t from, int64_t to) {
     Strip strips[MAX_RUN_HEADS];
     int visible = 0;
@@ -362,7 +362,8 @@ static void begin_item(Item *item, int h, Scratch *scratch) {
     item->k = call->k + (item->batch * call->k_stride[0] + item->kv_head * call->k_stride[1]) * size;
     item->v = call->v + (item->batch * call->v_stride[0] + item->kv_head * call->v_stride[1]) * size;
     int64_t used = carve_scratch(call, plan, scratch->memory + h * item_bytes(plan), item);
-    assert(used <= item_bytes(plan) && plan->scratch_bytes <= scratch->size && (uintptr_t)scratch->memory % SCRATCH_ALIGN == 0);
+    assert(used <= item_bytes(plan) && plan->scratch_bytes <= scratch->size);
+    assert((uintptr_t)scratch->memory % SCRATCH_ALIGN == 0);
     (void)used; /* with NDEBUG */
     if (scratch->packed_head != head || plan->row_blocks == 1) {
         memset(item->key_state, NOT_PACKED, plan->key_blocks);

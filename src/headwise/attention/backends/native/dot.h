@@ -17,9 +17,9 @@ INLINE void dot_tile(const int dtype, const int rows, const int keys, const floa
     int64_t i = 0;
     for (; i + 2 * LANES <= dim; i += 2 * LANES) {
         UNROLL for (int j = 0; j < keys; j++)
-            UNROLL for (int64_t x = i * size; x < (i + 2 * LANES) * size; x += 4 * CACHE_LINE_FLOATS) {
-                __builtin_prefetch(k + j * row + ahead + x, 0, INTO_L2); /* harmless past the end */
-                if (dtype == F32) __builtin_prefetch(k + (j + ROWS_AHEAD_AGAIN) * row + x, 0, INTO_L2);
+            UNROLL for (int64_t x = 0; x < 2 * LANES * size; x += 4 * CACHE_LINE_FLOATS) {
+                __builtin_prefetch(k + j * row + ahead + i * size + x, 0, INTO_L2); /* harmless past the end */
+                if (dtype == F32) __builtin_prefetch(k + (j + ROWS_AHEAD_AGAIN) * row + i * size + x, 0, INTO_L2);
             }
         UNROLL for (int second = 0; second < 2; second++) {
             vfloat key[4];

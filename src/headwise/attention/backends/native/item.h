@@ -66,7 +66,7 @@ typedef struct {
     int64_t first_row, rows; /* of the KV head's rows */
     int64_t first_key;       /* of this sequence, for AT_FIRST */
     const char *k, *v;       /* of this sequence and KV head */
-    int64_t all_low, all_high; /* without a mask, all rows see these keys of the current span: all_low to all_high - 1 */
+    int64_t all_low, all_high; /* without a mask, all rows see the keys all_low to all_high - 1 of the current span */
     float dot_bound;         /* no partial sum of q . k is larger than this times the largest |k|; infinity: unknown */
 
     /* the current block of keys: */
