@@ -60,13 +60,35 @@ def test_decoding_equals_float64_for_every_number_of_rows(path, dtype, dims):
 @each_path
 @each_dtype
 def test_tokens_side_by_side_give_the_bits_of_heads_side_by_side(path, dtype):
-    """Where (B, T, H, D) lies in memory, the parts of the keys are visited in another order."""
+    """Where (B, T, H, D) lies in memory, all heads take turns on every few keys."""
     q = normal(2, 6, 1, 40, dtype=dtype, seed=0)
     k, v = (normal(2, 3100, 3, 40, dtype=dtype, seed=seed).transpose(1, 2) for seed in (1, 2))
     with forced(path):
         out = attend(q, k, v)
         assert out.equal(attend(q, k.contiguous(), v.contiguous()))
     check(out, q, k, v)
+
+
+@each_path
+@each_dtype
+def test_heads_that_take_turns_hide_keys_from_each_head_alone(path, dtype):
+    """More heads than a thread takes up at once; one of them sees no key of a block, and hidden values are NaN."""
+    heads, keys = 19, 2111
+    q = normal(1, heads, 1, 24, dtype=dtype, seed=0)
+    k, v = (normal(1, keys, heads, d, dtype=dtype, seed=d).transpose(1, 2) for d in (24, 40))
+    shown = torch.rand(1, heads, 1, keys, generator=torch.Generator().manual_seed(1)) < 0.7
+    shown[:, 3, :, 512:1024] = False
+    v[~shown[:, :, 0]] = torch.nan
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with forced(path):
+            out = attend(q, k, v, mask=shown)
+            assert out.equal(attend(q, k.contiguous(), v.contiguous(), mask=shown))
+    finally:
+        torch.set_num_threads(threads)
+    for head in range(heads):
+        check(out[:, [head]], q[:, [head]], k[:, [head]], v[:, [head]], shown[0, head, 0])
 
 
 @each_path

@@ -91,27 +91,32 @@ static void make_plan(const Call *call, Plan *plan) {
     if (plan->row_blocks > 1) /* of equal size */
         plan->block_rows = round_up(div_up(plan->rows, plan->row_blocks), TILE_ROWS);
     plan->items = kv_heads * plan->row_blocks * plan->parts;
-    plan->part_by_part = plan->parts > 1 && call->k_stride[2] > call->k_stride[1];
     plan->value_width = round_up(call->value_dim, LANES);
     plan->partial_floats = plan->block_rows * (RESULT_FLOATS + plan->value_width);
     plan->decoding = plan->rows <= MAX_DECODING_ROWS && call->k_stride[3] == 1;
     plan->values_in_place = can_read_values_in_place(call, plan);
     /* where many rows share the packed keys, a bound costs less than a look at the scores */
     plan->has_dot_bound = plan->row_blocks > 1 && !plan->decoding;
+    plan->part_by_part = plan->parts > 1 && call->k_stride[2] > call->k_stride[1];
+    plan->run_heads = 1;
+    if (plan->part_by_part && plan->decoding && !call->windows) { /* at least two runs per thread */
+        int64_t most = max(1, min(MAX_RUN_HEADS, plan->items / (2 * max(1, call->threads))));
+        plan->run_heads = div_up(call->kv_heads, div_up(call->kv_heads, most));
+    }
+    plan->runs = plan->items / call->kv_heads * div_up(call->kv_heads, plan->run_heads);
     Item unused;
-    plan->scratch_bytes = carve_scratch(call, plan, NULL, &unused);
+    plan->scratch_bytes = plan->run_heads * carve_scratch(call, plan, NULL, &unused);
     assert(plan->block_rows <= BLOCK_ROWS && (plan->parts == 1 || plan->row_blocks == 1));
 }
 
 /* ---- keys and values of a block ---- */
 
-/* Whether one of the block's values that some row may not see is NaN or infinite. All rows see the keys from all_low to
-   all_high - 1, unless there is a mask. */
-static int has_nonfinite(Item *item, int64_t block, int64_t count, int64_t all_low, int64_t all_high) {
+/* Whether one of the block's values that some row may not see is NaN or infinite. */
+static int has_nonfinite(Item *item, int64_t block, int64_t count) {
     const Call *call = item->call;
     int64_t from = block * item->plan->key_block, stride = item->value_stride, dtype = item->value_dtype;
-    int64_t low = call->mask ? count : max(0, min(count, all_low - from));
-    int64_t high = call->mask ? count : max(low, min(count, all_high - from));
+    int64_t low = call->mask ? count : max(0, min(count, item->all_low - from));
+    int64_t high = call->mask ? count : max(low, min(count, item->all_high - from));
     int64_t n = item->plan->values_in_place ? call->value_dim : item->plan->value_width;
     const char *values = item->values;
     if (item->plan->row_blocks == 1) /* read once: check only what is hidden */
@@ -125,7 +130,7 @@ static int has_nonfinite(Item *item, int64_t block, int64_t count, int64_t all_l
 
 /* Make a block of `count` keys the current one: pack its keys and values unless that was done for an earlier row block
    of the same KV head, or they are read in place. */
-static void load_block(Item *item, int64_t block, int64_t count, int64_t all_low, int64_t all_high) {
+static void load_block(Item *item, int64_t block, int64_t count) {
     const Call *call = item->call;
     const Plan *plan = item->plan;
     int64_t size = dtype_size(call->dtype), from = block * plan->key_block, slot = plan->row_blocks > 1 ? block : 0;
@@ -150,7 +155,7 @@ static void load_block(Item *item, int64_t block, int64_t count, int64_t all_low
     }
     item->keys = keys;
     item->values = in_place ? v : (const char *)values;
-    item->nonfinite = has_nonfinite(item, block, count, all_low, all_high);
+    item->nonfinite = has_nonfinite(item, block, count);
 }
 
 /* ---- a strip of rows on a block of keys ---- */
@@ -162,6 +167,7 @@ typedef struct {
     int64_t start, stop; /* indices of the scores that are computed: from a whole panel on */
     int64_t first;       /* row of the item */
     int rows;
+    int visible;               /* whether some row may see a key */
     int shared_mask;           /* all rows have the same mask, stored for the first */
     int shown[STRIP_ROWS];     /* where there is a mask: whether it shows any of these keys to the row */
     int64_t begin[STRIP_ROWS]; /* indices of the vectors that hold the row's visible keys; */
@@ -200,17 +206,18 @@ static int load_masks(const Item *item, Strip *strip) {
     return any_shown;
 }
 
-/* s = q . k, for whole vectors of keys from `start` on. */
-static void compute_products(const Item *item, const Strip *strip) {
-    const Call *call = item->call;
-    int64_t dim = call->dim, lds = item->plan->key_block, n = strip->stop - strip->start;
-    const float *q = item->q + strip->first * dim;
-    float *s = item->s + strip->start;
-    if (item->plan->decoding) {
-        const char *k = item->k + (strip->from + strip->start) * call->k_stride[2] * dtype_size(call->dtype);
-        dot_rows(strip->rows, q, k, call, s, lds, n);
+/* s = q . k, for whole vectors of keys from `start` on, in all items of a run. */
+static void compute_products(const Item *items, int heads, const Strip *strip) {
+    const Call *call = items->call;
+    const Plan *plan = items->plan;
+    int64_t dim = call->dim, lds = plan->key_block, n = strip->stop - strip->start;
+    const float *q = items->q + strip->first * dim;
+    float *s = items->s + strip->start;
+    if (plan->decoding) {
+        const char *k = items->k + (strip->from + strip->start) * call->k_stride[2] * dtype_size(call->dtype);
+        dot_rows(strip->rows, q, k, call, s, lds, n, heads, item_bytes(plan) / sizeof(float));
     } else {
-        const float *panels = item->keys + strip->start * dim;
+        const float *panels = items->keys + strip->start * dim;
         multiply_panels(strip->rows, div_up(n, LANES), q, dim, panels, s, lds, dim);
     }
 }
@@ -287,43 +294,63 @@ static void accumulate_nonfinite(const Item *item, const Strip *strip, int r) {
     }
 }
 
-/* o += e v for all rows of the strip. */
-static void accumulate_strip(const Item *item, const Strip *strip) {
+/* o += e v for all rows of the strip and the keys from `low` to `high` - 1. ahead: see accumulate_values. */
+static void accumulate_strip(const Item *item, const Strip *strip, int64_t low, int64_t high, int64_t ahead) {
     int64_t width = item->plan->value_width, vectors = width / LANES, lds = item->plan->key_block;
+    int64_t stride = item->value_stride, dtype = item->value_dtype, end = min(high, item->values_end);
     float *o = item->o + strip->first * width;
-    /* values that are read only once are not cached: in small steps, while the next ones are prefetched */
-    int64_t read_once = item->plan->row_blocks == 1, step = read_once ? 32 : strip->high - strip->low;
-    int64_t stride = item->value_stride, dtype = item->value_dtype, end = min(strip->high, item->values_end);
-    for (int64_t j = strip->low; j < end; j += step) {
-        const float *e = item->s + (j - strip->from);
-        const char *values = item->values + (j - strip->from) * stride * dtype_size(dtype);
-        int64_t ahead = read_once && j + step < end ? step * stride : 0;
-        accumulate_values(dtype, strip->rows, vectors, e, lds, values, stride, o, width, min(step, end - j), ahead);
+    if (low < end) {
+        const float *e = item->s + (low - strip->from);
+        const char *values = item->values + (low - strip->from) * stride * dtype_size(dtype);
+        accumulate_values(dtype, strip->rows, vectors, e, lds, values, stride, o, width, end - low, ahead);
     }
-    if (end == strip->high) return;
+    if (low >= high || end == high) return;
     const float *e = item->s + (end - strip->from); /* of the last key, whose values were packed */
     accumulate_values(F32, strip->rows, vectors, e, lds, (const char *)item->packed_values, width, o, width, 1, 0);
 }
 
-/* Process the rows first to first + rows - 1 of an item on the keys from `from` to `to` - 1 of the current block. */
-static void run_strip(Item *item, int64_t first, int rows, int64_t from, int64_t to) {
-    Strip strip;
-    strip.first = first, strip.rows = rows, strip.from = from, strip.to = to, strip.shared_mask = 0;
-    if (!find_range(item, &strip)) return;
-    if (item->call->mask && !load_masks(item, &strip)) return;
-    compute_products(item, &strip);
-    for (int r = 0; r < rows; r++) compute_scores(item, &strip, r);
-    /* a loop of its own, so that the first steps of a row need not wait for the row before */
-    for (int r = 0; r < rows; r++) apply_softmax(item, &strip, r);
-    if (item->nonfinite)
-        for (int r = 0; r < rows; r++) accumulate_nonfinite(item, &strip, r);
-    else accumulate_strip(item, &strip);
+/* o += e v in all items of a run. Values that are read only once are not cached: in small steps, on which the heads
+   take turns, while the values of the next turn are prefetched. */
+static void accumulate_run(const Item *items, int heads, const Strip *strips) {
+    int64_t from = strips->from, to = strips->to, read_once = items->plan->row_blocks == 1;
+    int64_t step = read_once ? 32 : to - from, stride = items->value_stride, size = dtype_size(items->value_dtype);
+    for (int64_t j = from; j < to; j += step)
+        for (int h = 0; h < heads; h++) {
+            const Strip *strip = strips + h;
+            const char *next = h + 1 < heads ? items[h + 1].values : items->values + step * stride * size;
+            int64_t ahead = read_once ? (next - items[h].values) / size : 0;
+            if (strip->visible && !items[h].nonfinite)
+                accumulate_strip(items + h, strip, max(strip->low, j), min(strip->high, j + step), ahead);
+        }
+}
+
+/* Process the rows first to first + rows - 1 of the items of a run on the keys from `from` to `to` - 1 of the current
+   block. A run of several items has no windows: all rows may see the same keys, of which a mask may hide some. */
+static void run_strips(Item *items, int heads, int64_t first, int rows, int64_t from, int64_t to) {
+    Strip strips[MAX_RUN_HEADS];
+    int visible = 0;
+    for (int h = 0; h < heads; h++) {
+        Strip *strip = strips + h;
+        strip->first = first, strip->rows = rows, strip->from = from, strip->to = to, strip->shared_mask = 0;
+        strip->visible = find_range(items + h, strip) && (!items->call->mask || load_masks(items + h, strip));
+        visible |= strip->visible;
+    }
+    if (!visible) return;
+    compute_products(items, heads, strips);
+    for (int h = 0; h < heads; h++) {
+        if (!strips[h].visible) continue;
+        for (int r = 0; r < rows; r++) compute_scores(items + h, strips + h, r);
+        /* a loop of its own, so that the first steps of a row need not wait for the row before */
+        for (int r = 0; r < rows; r++) apply_softmax(items + h, strips + h, r);
+        for (int r = 0; items[h].nonfinite && r < rows; r++) accumulate_nonfinite(items + h, strips + h, r);
+    }
+    accumulate_run(items, heads, strips);
 }
 
 /* ---- a work item ---- */
 
-/* Find the place of an item in the call, and of its buffers in the scratch memory. */
-static void begin_item(Item *item, Scratch *scratch) {
+/* Find the place of item h of a run in the call, and of its buffers in the scratch memory. */
+static void begin_item(Item *item, int h, Scratch *scratch) {
     const Call *call = item->call;
     const Plan *plan = item->plan;
     int64_t row_block = item->number / plan->parts, size = dtype_size(call->dtype);
@@ -334,8 +361,9 @@ static void begin_item(Item *item, Scratch *scratch) {
     item->first_key = plan->first_key ? plan->first_key[item->batch] : 0;
     item->k = call->k + (item->batch * call->k_stride[0] + item->kv_head * call->k_stride[1]) * size;
     item->v = call->v + (item->batch * call->v_stride[0] + item->kv_head * call->v_stride[1]) * size;
-    int64_t used = carve_scratch(call, plan, scratch->memory, item);
-    assert(used <= scratch->size && (uintptr_t)scratch->memory % SCRATCH_ALIGN == 0);
+    int64_t used = carve_scratch(call, plan, scratch->memory + h * item_bytes(plan), item);
+    assert(used <= item_bytes(plan) && plan->scratch_bytes <= scratch->size);
+    assert((uintptr_t)scratch->memory % SCRATCH_ALIGN == 0);
     (void)used; /* with NDEBUG */
     if (scratch->packed_head != head || plan->row_blocks == 1) {
         memset(item->key_state, NOT_PACKED, plan->key_blocks);
@@ -378,29 +406,37 @@ static void prefetch_output(const Call *call, int64_t batch, const Row *row) {
     for (int64_t i = 0; i < call->value_dim * size; i += 64) __builtin_prefetch(x + i, 1);
 }
 
-/* All rows of an item on one of their spans, in the item's part of the keys. */
-static void run_span(Item *item, int number) {
-    const Call *call = item->call;
+/* Make one of their spans the current one of all rows of an item. *low to *high - 1 grow by the keys that some see. */
+static void begin_span(Item *item, int number, int64_t *low, int64_t *high) {
     const Plan *plan = item->plan;
     if (number && plan->row_blocks == 1) memset(item->key_state, NOT_PACKED, plan->key_blocks); /* one slot for all */
-    int64_t low = call->keys, high = 0, all_low = 0, all_high = call->keys; /* visible to some row, and to all */
+    item->all_low = 0, item->all_high = item->call->keys;
     for (int64_t r = 0; r < item->rows; r++) {
         Row *row = item->row + r;
         row->low = row->span[number].low, row->high = row->span[number].high;
-        all_low = max(all_low, row->low), all_high = min(all_high, row->high);
-        if (row->low < row->high) low = min(low, row->low), high = max(high, row->high);
+        item->all_low = max(item->all_low, row->low), item->all_high = min(item->all_high, row->high);
+        if (row->low < row->high) *low = min(*low, row->low), *high = max(*high, row->high);
     }
-    int64_t height = strip_height(plan, item->rows), part = item->number % plan->parts;
+}
+
+/* All rows of a run on one of their spans, in the run's part of the keys. */
+static void run_span(Item *items, int heads, int number) {
+    const Call *call = items->call;
+    const Plan *plan = items->plan;
+    int64_t low = call->keys, high = 0;
+    for (int h = 0; h < heads; h++) begin_span(items + h, number, &low, &high);
+    int64_t height = strip_height(plan, items->rows), part = items->number % plan->parts;
     low = max(low, part * plan->part_blocks * plan->key_block);
     high = min(high, (part + 1) * plan->part_blocks * plan->key_block);
     for (int64_t block = low / plan->key_block; block * plan->key_block < high; block++) {
         int64_t from = block * plan->key_block, to = min(from + plan->key_block, call->keys);
-        load_block(item, block, to - from, all_low, all_high);
+        for (int h = 0; h < heads; h++) load_block(items + h, block, to - from);
         to = min(to, high);
-        for (int64_t r = 0; r < item->rows; r += height) {
-            int rows = min(height, item->rows - r);
-            for (int i = 0; to == high && i < rows; i++) prefetch_output(call, item->batch, item->row + r + i);
-            run_strip(item, r, rows, from, to);
+        for (int64_t r = 0; r < items->rows; r += height) {
+            int rows = min(height, items->rows - r);
+            for (int i = 0; to == high && i < heads * rows; i++)
+                prefetch_output(call, items->batch, items[i / rows].row + r + i % rows);
+            run_strips(items, heads, r, rows, from, to);
         }
     }
 }
@@ -424,18 +460,23 @@ static void end_item(Item *item) {
     if (partial) memcpy(partial + plan->block_rows * RESULT_FLOATS, item->o, 4 * item->rows * width);
 }
 
-static void run_item(const Call *call, const Plan *plan, int64_t place, Scratch *scratch) {
-    Item item = {.call = call, .plan = plan, .number = place_item(call, plan, place)};
-    begin_item(&item, scratch);
-    for (int64_t r = 0; r < item.rows; r++) {
-        begin_row(&item, r);
-        load_query(&item, r);
+static void run_item(const Call *call, const Plan *plan, int64_t number, Scratch *scratch) {
+    Item items[MAX_RUN_HEADS];
+    int heads = find_run(call, plan, number, items);
+    for (int h = 0; h < heads; h++) {
+        Item *item = items + h;
+        begin_item(item, h, scratch);
+        for (int64_t r = 0; r < item->rows; r++) {
+            begin_row(item, r);
+            load_query(item, r);
+        }
+        item->dot_bound = INFINITY;
+        if (plan->has_dot_bound)
+            item->dot_bound = call->dim * max_abs(item->q, round_up(item->rows * call->dim, LANES));
+        memset(item->o, 0, 4 * item->rows * plan->value_width);
     }
-    item.dot_bound = INFINITY;
-    if (plan->has_dot_bound) item.dot_bound = call->dim * max_abs(item.q, round_up(item.rows * call->dim, LANES));
-    memset(item.o, 0, 4 * item.rows * plan->value_width);
-    for (int i = 0; i < (call->windows || call->keep_first ? SPANS : 1); i++) run_span(&item, i);
-    end_item(&item);
+    for (int i = 0; i < (call->windows || call->keep_first ? SPANS : 1); i++) run_span(items, heads, i);
+    for (int h = 0; h < heads; h++) end_item(items + h);
 }
 
 /* ---- masks of whole sequences ---- */

@@ -38,6 +38,7 @@ enum {
     ROW_BLOCK = 96, /* rows whose P and dS are kept */
     MAX_KEYS = 192, /* keys of a block at most: whole panels and whole tiles */
     FEW_ITEMS = 16, /* fewer KV heads than this are divided further */
+    ROWS_AHEAD = 8, /* prefetched where tensors are read and written */
 };
 _Static_assert((int)ROW_BLOCK % (int)TILE_ROWS == 0 && (int)MAX_KEYS % (int)PANEL == 0, "whole tiles and panels");
 
@@ -107,7 +108,7 @@ static void make_plan(const Call *call, const Gradients *gradients, Plan *plan) 
     plan->key_blocks = div_up(call->keys, MAX_KEYS);
     plan->key_block = plan->key_blocks ? round_up(div_up(call->keys, plan->key_blocks), PANEL) : PANEL;
     plan->parts = max(1, min(plan->key_blocks, div_up(FEW_ITEMS, max(1, heads))));
-    plan->items = heads * plan->parts;
+    plan->items = plan->runs = heads * plan->parts;
     plan->partial_floats = plan->rows * round_up(call->dim, LANES);
     Backward unused;
     plan->scratch_bytes = carve_buffers(call, plan, NULL, &unused);
@@ -166,10 +167,21 @@ static const char *element(const Backward *x, const char *tensor, const int64_t 
     return tensor + index * dtype_size(x->call->dtype);
 }
 
-/* y (width) = a row of n elements, padded with zeros. */
-static void read_padded(float *y, int64_t width, const char *from, int64_t dtype, int64_t stride, int64_t n) {
-    read_row(y, from, dtype, stride, n, 1);
+/* y (width) = a row of n elements, padded with zeros; stride: of a query or key, and of an element. Rows may lie far
+   apart: waiting for each of them would cost more than reading it. */
+static void read_padded(float *y, int64_t width, const char *from, int64_t dtype, const int64_t stride[2], int64_t n) {
+    int64_t size = dtype_size(dtype);
+    const char *next = from + ROWS_AHEAD * stride[0] * size; /* harmless past the end */
+    for (int64_t i = 0; i < n * size; i += 4 * CACHE_LINE_FLOATS) __builtin_prefetch(next + i);
+    read_row(y, from, dtype, stride[1], n, 1);
     for (int64_t i = n; i < width; i++) y[i] = 0;
+}
+
+/* Write a row of n elements, whose neighbours are `step` bytes apart. */
+static void write_apart(char *y, int64_t step, const float *x, int64_t dtype, int64_t n, float factor) {
+    char *next = y + ROWS_AHEAD * step;
+    for (int64_t i = 0; i < n * dtype_size(dtype); i += 4 * CACHE_LINE_FLOATS) __builtin_prefetch(next + i, 1);
+    write_row(y, x, dtype, n, factor);
 }
 
 /* Read the query, the gradient and the log-sum-exp of a row. The first row of x->dv serves as a buffer. */
@@ -178,10 +190,10 @@ static void load_row(Backward *x, int64_t index, Row *row) {
     const Gradients *gradients = x->gradients;
     float *q = x->q + index * x->width, *g = x->g + index * x->value_width, *o = x->dv;
     const int64_t *g_stride = gradients->grad_out_stride, *o_stride = gradients->out_stride;
-    read_padded(q, x->width, element(x, call->q, call->q_stride, row), call->dtype, call->q_stride[3], call->dim);
-    read_padded(g, x->value_width, element(x, gradients->grad_out, g_stride, row), call->dtype, g_stride[3],
+    read_padded(q, x->width, element(x, call->q, call->q_stride, row), call->dtype, call->q_stride + 2, call->dim);
+    read_padded(g, x->value_width, element(x, gradients->grad_out, g_stride, row), call->dtype, g_stride + 2,
                 call->value_dim);
-    read_padded(o, x->value_width, element(x, gradients->out, o_stride, row), call->dtype, o_stride[3],
+    read_padded(o, x->value_width, element(x, gradients->out, o_stride, row), call->dtype, o_stride + 2,
                 call->value_dim);
     vfloat sum = {0};
     for (int64_t i = 0; i < x->value_width; i += LANES) sum += load(g + i) * load(o + i);
@@ -252,8 +264,8 @@ static void load_keys(Backward *x, int64_t block) {
     const char *k = call->k + (x->batch * ks[0] + x->kv_head * ks[1] + x->from * ks[2]) * size;
     const char *v = call->v + (x->batch * vs[0] + x->kv_head * vs[1] + x->from * vs[2]) * size;
     for (int64_t j = 0; j < x->count; j++) {
-        read_padded(x->keys + j * width, width, k + j * ks[2] * size, call->dtype, ks[3], call->dim);
-        read_padded(x->values + j * value_width, value_width, v + j * vs[2] * size, call->dtype, vs[3],
+        read_padded(x->keys + j * width, width, k + j * ks[2] * size, call->dtype, ks + 2, call->dim);
+        read_padded(x->values + j * value_width, value_width, v + j * vs[2] * size, call->dtype, vs + 2,
                     call->value_dim);
     }
     clean_keys(x);
@@ -271,11 +283,13 @@ static void load_keys(Backward *x, int64_t block) {
 /* Write the gradients of the current block of keys. */
 static void store_keys(const Backward *x) {
     const Call *call = x->call;
-    int64_t size = dtype_size(call->dtype), dim = call->dim, value_dim = call->value_dim;
+    int64_t row = call->dim * dtype_size(call->dtype), value_row = call->value_dim * dtype_size(call->dtype);
     for (int64_t j = 0; j < x->count; j++) {
         int64_t index = (x->batch * call->keys + x->from + j) * call->kv_heads + x->kv_head;
-        write_row(x->gradients->dk + index * dim * size, x->dk + j * x->width, call->dtype, dim, call->scale);
-        write_row(x->gradients->dv + index * value_dim * size, x->dv + j * x->value_width, call->dtype, value_dim, 1);
+        write_apart(x->gradients->dk + index * row, call->kv_heads * row, x->dk + j * x->width, call->dtype, call->dim,
+                    call->scale);
+        write_apart(x->gradients->dv + index * value_row, call->kv_heads * value_row, x->dv + j * x->value_width,
+                    call->dtype, call->value_dim, 1);
     }
 }
 
@@ -466,12 +480,13 @@ static void run_block(Backward *x, int64_t block) {
 /* Write the gradients of the queries of some rows, from dq (rows, width). */
 static void store_queries(const Backward *x, const float *dq, int64_t first, int64_t rows) {
     const Call *call = x->call;
+    int64_t row = call->dim * dtype_size(call->dtype);
     for (int64_t r = first; r < first + rows; r++) {
         int64_t query, head;
         place_row(call, x->plan, x->kv_head, r, &head, &query);
-        int64_t index = ((x->batch * call->queries + query) * call->heads + head) * call->dim;
-        char *to = x->gradients->dq + index * dtype_size(call->dtype);
-        write_row(to, dq + r * x->width, call->dtype, call->dim, call->scale);
+        int64_t index = (x->batch * call->queries + query) * call->heads + head;
+        write_apart(x->gradients->dq + index * row, call->heads * row, dq + r * x->width, call->dtype, call->dim,
+                    call->scale);
     }
 }
 

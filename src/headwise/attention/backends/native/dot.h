@@ -17,8 +17,10 @@ INLINE void dot_tile(const int dtype, const int rows, const int keys, const floa
     int64_t i = 0;
     for (; i + 2 * LANES <= dim; i += 2 * LANES) {
         UNROLL for (int j = 0; j < keys; j++)
-            UNROLL for (int64_t x = 0; x < 2 * LANES * size; x += 4 * CACHE_LINE_FLOATS)
+            UNROLL for (int64_t x = 0; x < 2 * LANES * size; x += 4 * CACHE_LINE_FLOATS) {
                 __builtin_prefetch(k + j * row + ahead + i * size + x, 0, INTO_L2); /* harmless past the end */
+                if (dtype == F32) __builtin_prefetch(k + (j + ROWS_AHEAD_AGAIN) * row + i * size + x, 0, INTO_L2);
+            }
         UNROLL for (int second = 0; second < 2; second++) {
             vfloat key[4];
             UNROLL for (int j = 0; j < keys; j++) key[j] = load_of_pair(dtype, k + j * row, i, second);
@@ -61,32 +63,42 @@ INLINE void dot_tile(const int dtype, const int rows, const int keys, const floa
 }
 
 INLINE void dot_rows_of(const int dtype, int rows, const float *q, const char *k, const Call *call, float *s,
-                        int64_t lds, int64_t count) {
-    int64_t dim = call->dim, size = dtype_size(dtype), row = call->k_stride[2] * size, j = 0;
-    int64_t ahead = row * max(KEYS_AHEAD, BYTES_AHEAD / max(1, dim * size));
+                        int64_t lds, int64_t count, int heads, int64_t next_head) {
+    int64_t dim = call->dim, size = dtype_size(dtype), row = call->k_stride[2] * size, head = call->k_stride[1] * size;
+    int64_t ahead = row * max(KEYS_AHEAD, BYTES_AHEAD / max(1, dim * size)), turn = heads > 1 ? 4 : count; /* keys */
     const int wide = REGISTERS > 16 ? 4 : 2; /* keys of a tile of four rows */
     float rest[4];
-    for (; j + 4 <= count; j += 4, k += 4 * row) {
-        int r = 0;
-        for (; r + 4 <= rows; r += 4)
-            UNROLL for (int x = 0; x < 4; x += wide)
-                dot_tile(dtype, 4, wide, q + r * dim, k + x * row, row, dim, s + r * lds + j + x, lds, ahead);
-        for (; r + 2 <= rows; r += 2) dot_tile(dtype, 2, 4, q + r * dim, k, row, dim, s + r * lds + j, lds, ahead);
-        if (r < rows) dot_tile(dtype, 1, 4, q + r * dim, k, row, dim, s + r * lds + j, lds, ahead);
-    }
-    for (; j < count; j++, k += row)
-        for (int r = 0; r < rows; r++) { /* the same key four times */
-            dot_tile(dtype, 1, 4, q + r * dim, k, 0, dim, rest, 4, 0);
-            s[r * lds + j] = rest[0];
+    for (int64_t from = 0; from < count; from += turn)
+        for (int h = 0; h < heads; h++) {
+            const float *left = q + h * next_head;
+            const char *right = k + h * head + from * row;
+            float *to = s + h * next_head + from, *end = to + min(turn, count - from);
+            for (; to + 4 <= end; to += 4, right += 4 * row) {
+                int r = 0;
+                for (; r + 4 <= rows; r += 4)
+                    UNROLL for (int x = 0; x < 4; x += wide)
+                        dot_tile(dtype, 4, wide, left + r * dim, right + x * row, row, dim, to + r * lds + x, lds,
+                                 ahead);
+                for (; r + 2 <= rows; r += 2)
+                    dot_tile(dtype, 2, 4, left + r * dim, right, row, dim, to + r * lds, lds, ahead);
+                if (r < rows) dot_tile(dtype, 1, 4, left + r * dim, right, row, dim, to + r * lds, lds, ahead);
+            }
+            for (; to < end; to++, right += row)
+                for (int r = 0; r < rows; r++) { /* the same key four times */
+                    dot_tile(dtype, 1, 4, left + r * dim, right, 0, dim, rest, 4, 0);
+                    to[r * lds] = rest[0];
+                }
         }
 }
 
 /* s (rows x count, lds floats per row) = q . k, where the elements of a key are consecutive; of BF16, q is in the order
-   of load_of_pair. */
-static void dot_rows(int rows, const float *q, const char *k, const Call *call, float *s, int64_t lds, int64_t count) {
-    if (call->dtype == F32) dot_rows_of(F32, rows, q, k, call, s, lds, count);
-    else if (call->dtype == BF16) dot_rows_of(BF16, rows, q, k, call, s, lds, count);
-    else dot_rows_of(F16, rows, q, k, call, s, lds, count);
+   of load_of_pair. The same for further KV heads, whose q and s are next_head floats further on each: they take turns
+   on every four keys. */
+static void dot_rows(int rows, const float *q, const char *k, const Call *call, float *s, int64_t lds, int64_t count,
+                     int heads, int64_t next_head) {
+    if (call->dtype == F32) dot_rows_of(F32, rows, q, k, call, s, lds, count, heads, next_head);
+    else if (call->dtype == BF16) dot_rows_of(BF16, rows, q, k, call, s, lds, count, heads, next_head);
+    else dot_rows_of(F16, rows, q, k, call, s, lds, count, heads, next_head);
 }
 
 #endif

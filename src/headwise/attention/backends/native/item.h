@@ -11,6 +11,7 @@ enum {
     BLOCK_ROWS = 8 * TILE_ROWS, /* rows of a work item at most */
     PART_KEYS = 1024,           /* keys per part, where they are split */
     MAX_DECODING_ROWS = 12,     /* up to so many rows read the keys in place */
+    MAX_RUN_HEADS = 16,
 };
 /* rows of a strip at most */
 enum { STRIP_ROWS = (int)TILE_ROWS > (int)MAX_DECODING_ROWS ? (int)TILE_ROWS : (int)MAX_DECODING_ROWS };
@@ -65,6 +66,7 @@ typedef struct {
     int64_t first_row, rows; /* of the KV head's rows */
     int64_t first_key;       /* of this sequence, for AT_FIRST */
     const char *k, *v;       /* of this sequence and KV head */
+    int64_t all_low, all_high; /* without a mask, all rows see the keys all_low to all_high - 1 of the current span */
     float dot_bound;         /* no partial sum of q . k is larger than this times the largest |k|; infinity: unknown */
 
     /* the current block of keys: */
@@ -95,6 +97,9 @@ static void *take(Arena *arena, int64_t bytes) {
     return start;
 }
 
+/* Scratch memory per item of a run. */
+static int64_t item_bytes(const Plan *plan) { return plan->scratch_bytes / plan->run_heads; }
+
 /* Divide the scratch memory of a thread among the buffers of an item; each begins at a multiple of SCRATCH_ALIGN bytes.
    Returns the bytes used. memory NULL: only count.
 
@@ -104,6 +109,8 @@ static int64_t carve_scratch(const Call *call, const Plan *plan, char *memory, I
     int64_t rows = round_up(plan->block_rows, TILE_ROWS), blocks = plan->key_blocks, width = plan->value_width;
     int64_t slots = plan->row_blocks > 1 ? blocks : 1; /* key blocks that are kept packed */
     int64_t packed_rows = plan->values_in_place ? 1 : slots * plan->key_block;
+    int64_t packed_keys = plan->decoding ? 0 : slots * plan->key_block;
+    int64_t strip = plan->decoding ? plan->rows : TILE_ROWS; /* rows of a strip at most */
     Arena arena = {memory, 0};
     item->row = take(&arena, rows * sizeof(Row));                                          /* (rows) */
     item->class_sums = take(&arena, rows * call->class_count * sizeof(vfloat));            /* (rows, class_count) */
@@ -114,9 +121,9 @@ static int64_t carve_scratch(const Call *call, const Plan *plan, char *memory, I
     item->max_key = take(&arena, blocks * sizeof(float));                                  /* (blocks), largest |k| */
     item->q = take(&arena, rows * call->dim * sizeof(float));                              /* (rows, dim), scaled */
     item->o = take(&arena, rows * width * sizeof(float));                                  /* (rows, width) */
-    item->s = take(&arena, STRIP_ROWS * plan->key_block * sizeof(float));                  /* (STRIP_ROWS, key_block) */
-    item->bias = take(&arena, STRIP_ROWS * plan->key_block * sizeof(float));               /* (STRIP_ROWS, key_block) */
-    item->packed_keys = take(&arena, slots * plan->key_block * call->dim * sizeof(float)); /* (slots, panels) */
+    item->s = take(&arena, strip * plan->key_block * sizeof(float));                       /* (strip, key_block) */
+    item->bias = take(&arena, call->mask ? strip * plan->key_block * sizeof(float) : 0);   /* (strip, key_block) */
+    item->packed_keys = take(&arena, packed_keys * call->dim * sizeof(float));             /* (slots, panels) */
     item->packed_values = take(&arena, packed_rows * width * sizeof(float));               /* (packed_rows, width) */
     return arena.used;
 }
@@ -143,12 +150,16 @@ static int windows_differ_in_groups(const Call *call) {
     return 0;
 }
 
-/* The number of the item that is run at this place. Where the keys of all heads lie side by side, token by token, the
-   heads take turns on each part, so that its pages of memory are visited once and not once per head. */
-INLINE int64_t place_item(const Call *call, const Plan *plan, int64_t place) {
-    int64_t items = call->kv_heads * plan->parts, first = place / items * items; /* of a sequence */
-    if (!plan->part_by_part) return place;
-    return first + (place - first) % call->kv_heads * plan->parts + (place - first) / call->kv_heads;
+/* Set the numbers of the items of a run. Returns how many they are. */
+static int find_run(const Call *call, const Plan *plan, int64_t run, Item items[MAX_RUN_HEADS]) {
+    int64_t groups = div_up(call->kv_heads, plan->run_heads), part = run / groups; /* sequence * parts + part */
+    int64_t first = run % groups * plan->run_heads, count = min(plan->run_heads, call->kv_heads - first);
+    for (int64_t i = 0; i < (plan->part_by_part ? count : 1); i++) {
+        int64_t head = part / plan->parts * call->kv_heads + first + i; /* sequence * kv_heads + KV head */
+        int64_t number = plan->part_by_part ? head * plan->parts + part % plan->parts : run;
+        items[i] = (Item){.call = call, .plan = plan, .number = number};
+    }
+    return plan->part_by_part ? count : 1;
 }
 
 /* The head and the query of row `index` of a KV head. */

@@ -164,7 +164,7 @@ EXPORT int headwise_backward(const Call *call, const Gradients *gradients, int i
     if (!failed) failed = headwise_run_items(path->backward->run_item, &unmasked, &plan);
     if (!failed && !declined && plan.parts > 1) {
         Plan merging = plan;
-        merging.items = call->batch * call->kv_heads * plan.row_blocks;
+        merging.runs = call->batch * call->kv_heads * plan.row_blocks;
         merging.scratch_bytes = 1;
         failed = headwise_run_items(path->backward->merge_item, &unmasked, &merging);
     }

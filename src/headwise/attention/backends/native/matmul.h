@@ -10,6 +10,9 @@
 
 enum { MAX_TILE_VECTORS = 8, PANEL = TILE_VECTORS * LANES /* columns of a packed panel */, CACHE_LINE_FLOATS = 16 };
 enum { INTO_L2 = 2 /* of __builtin_prefetch: more lines can be on their way to the L2 cache than to L1 */ };
+/* A prefetch is lost where too many lines are on their way, as happens with floats, which need no conversion: they are
+   prefetched once more when they are so many rows ahead. */
+enum { ROWS_AHEAD_AGAIN = 8 };
 
 /* c (rows x vectors * LANES) = a (rows x n) b (n x vectors * LANES), or += if `accumulate`. b is of any dtype but BOOL;
    for BF16 the columns of c come in the order of load_of_pair. If `prefetch`, the cache lines `ahead` elements after
@@ -26,8 +29,10 @@ INLINE void tile(const int dtype, const int rows, const int vectors, const float
         UNROLL for (int x = 0; x < vectors; x++)
             right[x] = (x | 1) < vectors ? load_of_pair(dtype, b, x / 2 * 2 * LANES, x % 2)
                                          : load_vector(dtype, b, x * LANES);
-        if (prefetch) UNROLL for (int x = 0; x < vectors * LANES * size; x += 4 * CACHE_LINE_FLOATS)
+        if (prefetch) UNROLL for (int x = 0; x < vectors * LANES * size; x += 4 * CACHE_LINE_FLOATS) {
             __builtin_prefetch(b + ahead * size + x, 0, INTO_L2);
+            if (dtype == F32) __builtin_prefetch(b + ROWS_AHEAD_AGAIN * ldb * size + x, 0, INTO_L2);
+        }
         UNROLL for (int r = 0; r < rows; r++) {
             vfloat left = splat(a[r * lda + i * step]);
             UNROLL for (int x = 0; x < vectors; x++) sum[r][x] += left * right[x];

@@ -8,7 +8,11 @@
 /* A work item is a block of query rows of one KV head, on all keys or on one part of them. The rows of a KV head are
    those of all query heads of its group, query by query, so that neighbours see the same keys; head by head where the
    windows of a group differ (place_row in item.h). Items are numbered
-   ((sequence * kv_heads + KV head) * row_blocks + row block) * parts + part. */
+   ((sequence * kv_heads + KV head) * row_blocks + row block) * parts + part.
+
+   A thread takes up a run of items. It is one item, or, when decoding from caches where the keys of all heads lie side
+   by side, token by token, the items of several heads: they take turns on every few keys, so that memory is read in its
+   own order (find_run in item.h). An item computes the same either way. */
 typedef struct {
     int64_t rows;           /* per KV head */
     int64_t block_rows;     /* per item */
@@ -18,11 +22,13 @@ typedef struct {
     int64_t part_blocks;    /* key blocks per part */
     int64_t parts;          /* of the keys; if more than 1, row_blocks is 1, and partial results are merged */
     int64_t items;
+    int64_t runs;
+    int64_t run_heads;      /* items per run, of as many KV heads, at most MAX_RUN_HEADS */
     int64_t value_width;    /* value_dim, rounded up to whole vectors */
     int64_t partial_floats; /* of a partial result: (block_rows) RowResult, (block_rows, value_width) output */
     int64_t scratch_bytes;  /* per thread */
     int head_by_head;       /* the order of a KV head's rows */
-    int part_by_part;       /* items run in the order of parts, then KV heads: see place_item in item.h */
+    int part_by_part;       /* runs are in the order of parts, then KV heads: each page of memory is visited once */
     int decoding;           /* so few rows that keys are read in place (dot.h); they are one strip */
     int values_in_place;    /* values are not packed */
     int has_dot_bound;      /* overflow of the scores is excluded by the largest |q| and |k| */
@@ -43,7 +49,7 @@ typedef struct {
     int64_t packed_head; /* sequence * kv_heads + KV head whose keys and values are packed there; -1: none */
 } Scratch;
 
-typedef void RunItem(const Call *, const Plan *, int64_t number, Scratch *);
+typedef void RunItem(const Call *, const Plan *, int64_t number, Scratch *); /* number: of the run */
 
 /* The functions of backward.c, compiled for one instruction set. */
 typedef struct {

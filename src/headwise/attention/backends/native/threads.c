@@ -204,7 +204,7 @@ static int choose_threads(const Call *call, const Plan *plan) {
     double work = elements * (call->heads / call->kv_heads * call->queries + 8); /* reading one costs as much as 8 */
     double worth = work / 150e3; /* multiply-adds that pay for waking a thread */
     int64_t count = call->threads;
-    if (count > plan->items) count = plan->items;
+    if (count > plan->runs) count = plan->runs;
     if (count > MAX_THREADS) count = MAX_THREADS;
     if (count > worth) count = (int64_t)worth;
     return count < 1 ? 1 : (int)count;
@@ -218,8 +218,8 @@ int headwise_run_items(RunItem *run_item, const Call *call, const Plan *plan) {
     int alone = job.threads == 1 || (!parallel && pthread_mutex_trylock(&pool_in_use));
     if (alone) job.threads = 1;
     for (int i = 0; i < job.threads; i++) {
-        atomic_init(&ranges[i].next, plan->items * i / job.threads);
-        ranges[i].end = plan->items * (i + 1) / job.threads;
+        atomic_init(&ranges[i].next, plan->runs * i / job.threads);
+        ranges[i].end = plan->runs * (i + 1) / job.threads;
     }
     if (alone) {
         work(&job, 0);
