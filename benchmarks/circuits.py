@@ -45,11 +45,11 @@ def main(pairs: int = 32, heads: int = 18) -> None:
         "exact": lambda: headwise.patch(model, clean, corrupted, task.metric, heads=layers),
     }
     best = race(ways, rounds=ROUNDS, clock=process_time)
-    each = best["exact"] / patched
+    each, training_pass = best["exact"] / patched, best["forward and backward"]
     sys.stdout.write(
         f"{pairs} pairs of {clean['input_ids'].shape[1]} tokens, one thread, CPU time, best of {ROUNDS}\n"
         f"attribute: {best['attribute'] / best['forward']:.2f} times a forward pass\n"
-        f"gradient patching, 270 heads: {best['gradient'] / best['forward and backward']:.2f} times forward and backward\n"
+        f"gradient patching, 270 heads: {best['gradient'] / training_pass:.2f} times forward and backward\n"
         f"exact patching, {patched} heads: {each / best['forward']:.2f} times a forward pass per head\n"
     )
 
