@@ -7,8 +7,12 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar
+
+from .errors import CheckpointError
 
 T = TypeVar("T")
 LARGEST = 2**63 - 1  # whole number, as in arrays of int64
@@ -23,6 +27,22 @@ def parse_json(text: str) -> Any:
         return json.loads(text, parse_constant=_refuse_constant)
     except RecursionError:
         raise ValueError("its JSON is nested too deeply") from None
+
+
+def load_document(path: str | os.PathLike[str], noun: str) -> Any:
+    """The JSON of a file that headwise wrote; noun, such as "plan", says what it should hold.
+
+    Raises:
+        CheckpointError: where there is no file, or it cannot be read, or is no JSON.
+    """
+    if not os.path.isfile(path):
+        raise CheckpointError(f"there is no {noun} at {str(path)!r}")
+    try:
+        return parse_json(Path(os.fspath(path)).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CheckpointError(f"{str(path)!r} cannot be read: {error.strerror or error}") from error
+    except ValueError as error:
+        raise CheckpointError(f"{str(path)!r} is not a {noun} that headwise wrote: {error}") from None
 
 
 def _refuse_constant(name: str) -> NoReturn:

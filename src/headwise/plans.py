@@ -7,12 +7,11 @@ import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from .errors import CheckpointError, HeadwiseError
 from .files import write_atomically
-from .json_documents import anything, brief, count, items, mapping, parse_json, string
+from .json_documents import anything, brief, count, items, load_document, mapping, string
 
 BUDGETS = ("heads", "parameters", "cache", "latency")
 VERSION = 1
@@ -113,15 +112,7 @@ class Plan:
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
         """Read a file that `save` wrote, perhaps edited by hand since."""
-        if not os.path.isfile(path):
-            raise CheckpointError(f"there is no plan at {str(path)!r}")
-        try:
-            document = parse_json(Path(os.fspath(path)).read_text(encoding="utf-8"))
-        except OSError as error:
-            raise CheckpointError(f"{str(path)!r} cannot be read: {error.strerror or error}") from error
-        except ValueError as error:
-            raise CheckpointError(f"{str(path)!r} is not a plan that headwise wrote: {error}") from None
-        return cls.from_json(document)
+        return cls.from_json(load_document(path, "plan"))
 
     def __str__(self) -> str:
         lines = [f"remove {self.removed} of {self.total} heads ({self.score}, budget: {self.budget})"]

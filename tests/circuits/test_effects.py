@@ -69,10 +69,10 @@ def test_a_damaged_file_is_refused_in_one_line(effects: Effects, change: dict[st
 
 
 def test_missing_and_broken_files_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="there are no effects"):
+    with pytest.raises(CheckpointError, match="there is no table of effects"):
         Effects.load(tmp_path / "missing.json")
     (tmp_path / "broken.json").write_text("{")
-    with pytest.raises(CheckpointError, match="holds no effects"):
+    with pytest.raises(CheckpointError, match="is not a table of effects"):
         Effects.load(tmp_path / "broken.json")
 
 

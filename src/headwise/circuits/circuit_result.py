@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..errors import CheckpointError
 from ..files import write_atomically
-from ..json_documents import anything, count, finite, finite_or_none, in_words, items, parse_json, string
+from ..json_documents import anything, count, finite, finite_or_none, in_words, items, load_document, string
 
 FORMAT = 1  # of the saved file
 LISTED = 20  # edges that a printed circuit shows
@@ -175,15 +174,7 @@ class Circuit:
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Circuit:
         """Read a file that `save` wrote."""
-        if not os.path.isfile(path):
-            raise CheckpointError(f"there is no circuit at {str(path)!r}")
-        try:
-            document = parse_json(Path(os.fspath(path)).read_text(encoding="utf-8"))
-        except OSError as error:
-            raise CheckpointError(f"{str(path)!r} cannot be read: {error.strerror or error}") from error
-        except ValueError as error:
-            raise CheckpointError(f"{str(path)!r} holds no circuit that headwise wrote: {error}") from None
-        return cls.from_json(document)
+        return cls.from_json(load_document(path, "circuit"))
 
     def __str__(self) -> str:
         lines = [

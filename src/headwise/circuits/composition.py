@@ -7,7 +7,6 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 
 from ..errors import CheckpointError, HeadwiseError
 from ..files import write_atomically
-from ..json_documents import anything, brief, count, finite_or_none, items, mapping, parse_json, string
+from ..json_documents import anything, brief, count, finite_or_none, items, load_document, mapping, string
 from ..models.structure.sites import Site, require_sites
 from ..models.text_inputs import is_encoder_decoder
 from .layer_factors import LayerFactors, layer_factors
@@ -148,15 +147,7 @@ class Composition:
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Composition:
         """Read a file that `save` wrote."""
-        if not os.path.isfile(path):
-            raise CheckpointError(f"there is no composition at {str(path)!r}")
-        try:
-            document = parse_json(Path(os.fspath(path)).read_text(encoding="utf-8"))
-        except OSError as error:
-            raise CheckpointError(f"{str(path)!r} cannot be read: {error.strerror or error}") from error
-        except ValueError as error:
-            raise CheckpointError(f"{str(path)!r} is not a composition that headwise wrote: {error}") from None
-        return cls.from_json(document)
+        return cls.from_json(load_document(path, "composition"))
 
     def __repr__(self) -> str:
         pairs = int(np.isfinite(self.scores["query"]).sum())

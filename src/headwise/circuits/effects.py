@@ -6,7 +6,6 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,8 +19,8 @@ from ..json_documents import (
     finite_or_none,
     in_words,
     items,
+    load_document,
     mapping,
-    parse_json,
     string,
 )
 from ..resampling import bootstrap_counts, interval, spearman
@@ -241,15 +240,7 @@ class Effects(Mapping[str, np.ndarray]):
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Effects:
         """Read a file that `save` wrote."""
-        if not os.path.isfile(path):
-            raise CheckpointError(f"there are no effects at {str(path)!r}")
-        try:
-            document = parse_json(Path(os.fspath(path)).read_text(encoding="utf-8"))
-        except OSError as error:
-            raise CheckpointError(f"{str(path)!r} cannot be read: {error.strerror or error}") from error
-        except ValueError as error:
-            raise CheckpointError(f"{str(path)!r} holds no effects that headwise wrote: {error}") from None
-        return cls.from_json(document)
+        return cls.from_json(load_document(path, "table of effects"))
 
     def __str__(self) -> str:
         about = self.about
