@@ -36,8 +36,9 @@ def similar_groups(distances: Tensor, count: int) -> Groups:
     free = set(range(len(distance)))
     groups: Groups = []
     while free:
-        group = list(min(combinations(sorted(free), 2), key=lambda pair: distance[pair[0]][pair[1]]))
-        free -= set(group)
+        closest = min(combinations(sorted(free), 2), key=lambda pair: distance[pair[0]][pair[1]])
+        group = [*closest]
+        free -= {*closest}
         while len(group) < size:
             nearest = min(sorted(free), key=lambda i: sum(distance[i][j] for j in group))
             group.append(nearest)
