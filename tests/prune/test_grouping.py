@@ -306,7 +306,7 @@ def test_similar_groups_are_of_equal_size_and_closest_first() -> None:
     ("kv_heads", "message"),
     [
         (4, "kv_heads=4 does not divide the 6 KV heads of self layer 0; 1, 2, 3, 6 do"),
-        (12, "self layer 0 has 6 KV heads, which cannot become 12; merging makes fewer"),
+        (12, "kv_heads=12 is more than self layer 0 has now (6); merging makes fewer"),
         (0, "kv_heads must be a whole number of at least 1, got 0"),
         (True, "kv_heads must be a whole number of at least 1, got True"),
         ("2", "kv_heads must be a whole number of at least 1, got '2'"),
@@ -347,6 +347,18 @@ def test_models_without_kv_heads_to_merge_are_refused_in_one_line(name: str, mes
     with pytest.raises(UnsupportedError, match=message) as caught:
         headwise.group_kv_heads(build(name), 1)
     assert "\n" not in str(caught.value)
+
+
+def test_a_class_whose_code_reads_no_number_of_kv_heads_is_refused() -> None:
+    config = transformers.WhisperConfig(
+        vocab_size=89, d_model=60, decoder_layers=1, decoder_attention_heads=6, encoder_layers=1,
+        encoder_attention_heads=6, decoder_ffn_dim=37, encoder_ffn_dim=37, pad_token_id=0,
+    )  # fmt: skip
+    config.num_key_value_heads = 6
+    with pytest.raises(
+        UnsupportedError, match=r"num_key_value_heads=2 in its config does not give its .*k_proj.weight"
+    ):
+        headwise.group_kv_heads(transformers.WhisperForCausalLM(config), 2)
 
 
 def test_a_norm_over_all_heads_is_refused_by_name() -> None:

@@ -148,7 +148,7 @@ def _layers(model: nn.Module, sites: list[Site]) -> list[Projections]:
 
 def _check_count(layer: Projections, kv_heads: int) -> None:
     if kv_heads > layer.kv:
-        raise ShapeError(f"{layer.site} has {layer.kv} KV heads, which cannot become {kv_heads}; merging makes fewer")
+        raise ShapeError(f"kv_heads={kv_heads} is more than {layer.site} has now ({layer.kv}); merging makes fewer")
     if layer.kv % kv_heads:
         divisors = ", ".join(str(n) for n in range(1, layer.kv + 1) if layer.kv % n == 0)
         raise ShapeError(f"kv_heads={kv_heads} does not divide the {layer.kv} KV heads of {layer.site}; {divisors} do")
@@ -228,8 +228,8 @@ def _set_config(model: Any, kv_heads: int) -> None:
     for name, tensor in model.state_dict().items():
         if shapes.get(name) != tensor.shape:
             raise UnsupportedError(
-                f"KV heads of {type(model).__name__} cannot be merged: with {CONFIG_COUNT}={kv_heads} its class has "
-                f"another {name}, so that nothing could load the result"
+                f"KV heads of {type(model).__name__} cannot be merged: {CONFIG_COUNT}={kv_heads} in its config does "
+                f"not give its {name} the merged shape; headwise.prune_heads removes heads whole"
             )
 
 
