@@ -48,6 +48,7 @@ _LOCATIONS = {
     "circuits": "circuits",
     "composition": "circuits.composition",
     "explain": "attention.functional",
+    "group_kv_heads": "prune.grouping",
     "head_matrices": "circuits.head_matrices",
     "head_stats": "attention.functional",
     "importance": "prune.importance",
@@ -130,6 +131,7 @@ if TYPE_CHECKING:
     from .models.surgery.saving import save as save
     from .models.watching.watcher import watch as watch
     from .plans import Plan as Plan
+    from .prune.grouping import group_kv_heads as group_kv_heads
     from .prune.importance import importance as importance
     from .prune.plan import plan as plan
     from .recorder.recorder import Recorder as Recorder

@@ -1,7 +1,7 @@
 """Pruning: which heads matter, and a smaller model without the others.
 
-`headwise.importance`, `headwise.plan` and `headwise.Plan` are names of the root. `prune_and_measure` does what the
-command does: it scores, prunes, recovers and measures, and gives a `PruneReport`.
+`headwise.importance`, `headwise.plan`, `headwise.Plan` and `headwise.group_kv_heads` are names of the root.
+`prune_and_measure` does what the command does: it scores, prunes, recovers and measures, and gives a `PruneReport`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .batches import read_labels as read_labels
     from .batches import read_texts as read_texts
     from .curve import Curve as Curve
+    from .grouping import GroupedHeads as GroupedHeads
     from .head_scores import HeadScores as HeadScores
     from .plan import plan_in_steps as plan_in_steps
     from .recovery import recover as recover
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "Curve": "curve",
+    "GroupedHeads": "grouping",
     "HeadScores": "head_scores",
     "PruneOptions": "report",
     "PruneReport": "report",

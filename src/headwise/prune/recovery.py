@@ -43,7 +43,7 @@ def recover(
     """Train a pruned model, in place, to give the full model's outputs.
 
     Args:
-        pruned: what `prune_heads` gave; padded heads stay zero.
+        pruned: what `prune_heads` or `group_kv_heads` gave; padded heads stay zero.
         full: the model it was pruned from; it is not changed.
         batches: model inputs, taken in turn.
         steps: the number of training steps, one batch each.

@@ -77,7 +77,7 @@ def prune_heads(
         heads = heads.heads
     batches = None if batches is None else list(batches)
     removed = heads_by_module(model, heads, allow_empty)
-    pruned = _copy(model)
+    pruned = copy_for_surgery(model)
     constants = removed_outputs(pruned, removed, compensate, batches)
     foreign = _remove_heads(pruned, removed, constants, zero)
     if not zero:
@@ -136,7 +136,7 @@ def _remove_heads(model: Any, removed: dict[str, list[int]], constants: dict[str
             layer = projections(model, site)
             linears |= {part.path: part.linear for part in layer.parts}
             cuts.append(layer)
-        _check_not_shared(model, site, linears, sites)
+        check_not_shared(model, site, linears, sites)
     for site in pruned_sites:
         if site.name in constants:
             add_to_output_bias(w_o(model, site)[1], constants[site.name], removed[site.name])
@@ -173,7 +173,7 @@ def _check_result(
     """A pruned model runs; where the code is not known, it gives what the model with zeroed heads gives."""
     inputs = dummy_inputs(pruned)
     if foreign:
-        zeroed_model = _copy(model)
+        zeroed_model = copy_for_surgery(model)
         _remove_heads(zeroed_model, removed, constants, zero=True)
         if batches and (inputs is None or failure(zeroed_model, inputs)):
             inputs = batches[0]
@@ -224,7 +224,7 @@ def _layer_inputs(module: nn.Module, layer: Projections) -> tuple[Tensor, ...]:
     raise refusal(layer.site, reason, GIVE_BATCHES)
 
 
-def _check_not_shared(model: nn.Module, site: Site, linears: dict[str, nn.Module], sites: list[Site]) -> None:
+def check_not_shared(model: nn.Module, site: Site, linears: dict[str, nn.Module], sites: list[Site]) -> None:
     """Refuse to change a linear layer that another attention layer uses too."""
     for other in sites:
         inside = set(other.module.modules())
@@ -250,13 +250,13 @@ def _zero_heads(model: nn.Module, site: Site, heads: list[int]) -> None:
     set_kept_heads(site.module, KeptHeads(query, record.kv, record.query_of, record.kv_of, zeroed=not record.kv))
 
 
-def _copy(model: Model) -> Model:
+def copy_for_surgery(model: Model) -> Model:
     """A copy to cut, with all weights in memory."""
     if has_hooks(model):
-        raise HeadwiseError("the model is being watched or masked; prune it outside of that `with`")
+        raise HeadwiseError("the model is being watched or masked; change it outside of that `with`")
     if is_sharded(model):
         raise UnsupportedError(
-            f"{type(model).__name__} is sharded by FSDP, so that no rank has all weights of a head; prune the model "
+            f"{type(model).__name__} is sharded by FSDP, so that no rank has all weights of a head; change the model "
             "before it is sharded"
         )
     try:
