@@ -59,11 +59,7 @@ class Plan:
 
     def check_layers(self, layers: Sequence[LayerShape], model: str) -> None:
         """Refuse a model, called by its class's name, whose layers are not the plan's."""
-        if tuple(layers) != self.layers:
-            raise HeadwiseError(
-                f"this plan is for another model: {_describe_layers(self.layers)}, but {model} has "
-                f"{_describe_layers(layers)}"
-            )
+        _check_layers(self.layers, layers, model)
 
     def diff(self, other: Plan) -> str:
         """Which heads only one of two plans removes, in words."""
@@ -176,6 +172,10 @@ class StreamPlan:
         """How many KV heads the model has."""
         return sum(layer.kv_heads for layer in self.layers)
 
+    def check_layers(self, layers: Sequence[LayerShape], model: str) -> None:
+        """Refuse a model, called by its class's name, whose layers with a cache are not the plan's."""
+        _check_layers([layer[:4] for layer in self.layers], layers, model)
+
     def cache_bytes(self, length: int) -> int:
         """Bytes of the KV cache of one sequence of so many tokens."""
         streaming = _by_full_key(self.heads, self.layers)
@@ -186,7 +186,8 @@ class StreamPlan:
 
     def cache_ratio(self, length: int) -> float:
         """The cache of a sequence of so many tokens, as a share of the cache in which no head streams."""
-        return self.cache_bytes(length) / StreamPlan({}, self.layers, self.window, self.keep_first).cache_bytes(length)
+        whole = sum(layer.cache_bytes(length, 0, self.window, self.keep_first) for layer in self.layers)
+        return self.cache_bytes(length) / whole if whole else 1.0
 
     def diff(self, other: StreamPlan) -> str:
         """In what two plans differ, in words: window, first keys, and the KV heads that only one of them streams."""
@@ -417,6 +418,13 @@ def _read_origin(document: Mapping[str, Any]) -> tuple[str, str, float | dict[st
     if not all(is_share(share) for share in shares):
         raise ValueError(f"keep must be a share from 0 to 1, or one per kind, got {brief(keep)}")
     return score, budget, keep, tuple(items(document.get("notes"), "notes", string))
+
+
+def _check_layers(planned: Sequence[LayerShape], layers: Sequence[LayerShape], model: str) -> None:
+    if tuple(planned) != tuple(layers):
+        raise HeadwiseError(
+            f"this plan is for another model: {_describe_layers(planned)}, but {model} has {_describe_layers(layers)}"
+        )
 
 
 def _describe_layers(layers: Sequence[LayerShape]) -> str:

@@ -41,6 +41,8 @@ def build(family: str, implementation: str = "sdpa") -> Any:
     config = transformers.AutoConfig.for_model(kind, **sizes)
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=implementation).double().eval()
+    if kind == "gpt_oss":
+        model.set_experts_implementation("eager")  # grouped matrix products exist in single and half precision only
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(torch.randn_like(parameter) * (0.3 if "norm" in name or "ln" in name else 0.4))
@@ -128,13 +130,13 @@ def test_lost_weight_and_change_equal_those_from_eager_weights(family: str, side
     assert need.tokens.tolist() == [19, 13, 4]
 
 
-def test_the_models_attention_function_does_not_matter() -> None:
-    batch = padded_batch("left")
-    model = build("llama with grouped queries", "sdpa").float()
-    need = headwise.context_need(model, batch, WINDOWS, KEEP_FIRST)
-    exact = headwise.context_need(model.double(), batch, WINDOWS, KEEP_FIRST)
-    # in float32 three layers of sums over at most 64 products add up to some hundred roundings of 6e-8
-    np.testing.assert_allclose(stacked(need.change), stacked(exact.change), atol=1e-3)
+@pytest.mark.parametrize("family", ["llama with grouped queries", "gpt2"])
+def test_sdpa_gives_the_same_as_eager_attention(family: str, exact_softmax: None) -> None:
+    batch = {name: x[:1] for name, x in padded_batch("right").items()}
+    del batch["attention_mask"]
+    sdpa, eager = (headwise.context_need(build(family, name), batch, WINDOWS) for name in ("sdpa", "eager"))
+    np.testing.assert_allclose(stacked(sdpa.lost_weight), stacked(eager.lost_weight), atol=1e-12)
+    np.testing.assert_allclose(stacked(sdpa.change), stacked(eager.change), atol=1e-11)
 
 
 def test_two_batches_add_up_to_both() -> None:
@@ -162,8 +164,10 @@ def test_a_window_longer_than_the_text_loses_exactly_nothing() -> None:
     assert (need.change[16]["self"] > 0).all()
 
 
-def test_a_sliding_layer_loses_nothing_in_its_own_window() -> None:
-    need = headwise.context_need(build("gemma2 with softcap and sliding windows"), padded_batch("right"), (9, 8), 2)
+def test_a_sliding_layer_loses_nothing_in_its_own_window(exact_softmax: None) -> None:
+    need = headwise.context_need(
+        build("gemma2 with softcap and sliding windows", "eager"), padded_batch("right"), (9, 8), 2
+    )
     sliding = [layer.window is not None for layer in need.layers]
     assert sliding == [True, False, True] and need.layers[0].window == 9
     assert (need.change[9]["self"][[0, 2]] == 0).all() and (need.change[9]["self"][1] > 0).all()
@@ -172,9 +176,12 @@ def test_a_sliding_layer_loses_nothing_in_its_own_window() -> None:
 
 def test_headwise_decoders_are_measured() -> None:
     torch.manual_seed(0)
-    model = headwise.Decoder(headwise.Shape(vocabulary=31, width=24, layers=2, heads=4, kv_heads=2)).double().eval()
+    heads = headwise.Heads.split(24, 4, 2)
+    shape = headwise.Shape(layers=2, heads=heads, ffn=17, vocab=31, positions="rotary", head="own", window=(None, 9))
+    model = headwise.Decoder(shape).double().eval()
     need = headwise.context_need(model, torch.randint(0, 31, (2, LENGTH)), WINDOWS, KEEP_FIRST)
     assert need.change[3]["self"].shape == (2, 2) and (need.change[3]["self"] > 0).all()
+    assert [layer.window for layer in need.layers] == [None, 9]
 
 
 def test_the_model_is_left_as_it_was_and_progress_is_told() -> None:
@@ -230,6 +237,20 @@ def test_encoders_are_refused() -> None:
     t5 = transformers.T5Config(vocab_size=89, d_model=30, d_kv=6, d_ff=17, num_layers=2, num_heads=5)
     with pytest.raises(UnsupportedError, match="encoder-decoder"):
         headwise.context_need(transformers.T5ForConditionalGeneration(t5), padded_batch("right"))
+
+
+def test_attention_that_only_eager_code_computes_is_refused() -> None:
+    model = build("gemma2 with softcap and sliding windows", "eager")  # rounds its weights to float32, in float64
+    with pytest.raises(UnsupportedError, match="by its own eager code"):
+        headwise.context_need(model, padded_batch("right"), WINDOWS)
+
+
+def test_cached_keys_are_refused() -> None:
+    model, ids = build("gpt2"), padded_batch("right")["input_ids"]
+    with torch.no_grad():
+        cache = model(ids[:, :5], use_cache=True).past_key_values
+    with pytest.raises(UnsupportedError, match="without a cache"):
+        headwise.context_need(model, {"input_ids": ids[:, 5:], "past_key_values": cache})
 
 
 def test_outputs_that_are_changed_before_w_o_are_refused() -> None:

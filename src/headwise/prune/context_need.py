@@ -225,8 +225,10 @@ class _InputCheck:
 
 def _check_reading(reading: Reading | EagerReading, site: Site) -> Reading:
     """The call, where it is causal self-attention on whole sequences that is read exactly."""
-    if isinstance(reading, EagerReading) or type(reading) is not Reading:
-        raise UnsupportedError(f"{site} is not plain attention of one sequence per row; windows cannot be measured")
+    if isinstance(reading, EagerReading):
+        raise UnsupportedError(f"{site} attends by its own eager code alone, in which windows cannot be measured")
+    if type(reading) is not Reading:
+        raise UnsupportedError(f"{site} attends to packed sequences; give one sequence per row")
     options, offset, queries = reading.options, reading.options["offset"], reading.q.shape[2]
     if not reading.comparable or queries != reading.keys or isinstance(offset, Tensor) or offset:
         raise UnsupportedError(
