@@ -174,6 +174,32 @@ def test_a_sliding_layer_loses_nothing_in_its_own_window(exact_softmax: None) ->
     assert (need.change[8]["self"] > 0).all()
 
 
+def test_models_of_16_bits_are_measured_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    dtypes, attend = set(), functional.attend_with_lse
+
+    def record(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+        dtypes.update(x.dtype for x in (q, k, v))
+        return attend(q, k, v, **options)
+
+    monkeypatch.setattr(functional, "attend_with_lse", record)
+    model = build("llama with grouped queries").bfloat16()
+    need = headwise.context_need(model, padded_batch("left"), WINDOWS, KEEP_FIRST)
+    assert dtypes == {torch.float32}
+    assert need.layers[0].token_bytes == (8 + 8) * 2 and (need.change[3]["self"] > 0).all()
+
+
+def test_texts_are_run_one_by_one() -> None:
+    def tokenizer(text: str) -> dict[str, list[int]]:
+        return {"input_ids": [ord(letter) % 89 for letter in text]}
+
+    tokenizer.pad_token_id = 0  # type: ignore[attr-defined]
+    need = headwise.context_need(build("gpt2"), ["a longer text", "text"], WINDOWS, KEEP_FIRST, tokenizer=tokenizer)
+    assert need.tokens.tolist() == [13, 4]
+    batch = {"input_ids": torch.tensor([tokenizer("a longer text")["input_ids"]])}
+    alone = headwise.context_need(build("gpt2"), iter([batch]), WINDOWS, KEEP_FIRST)
+    assert (alone.sums[0].change[0] == need.sums[0].change[0]).all()
+
+
 def test_headwise_decoders_are_measured() -> None:
     torch.manual_seed(0)
     heads = headwise.Heads.split(24, 4, 2)
@@ -251,6 +277,13 @@ def test_cached_keys_are_refused() -> None:
         cache = model(ids[:, :5], use_cache=True).past_key_values
     with pytest.raises(UnsupportedError, match="without a cache"):
         headwise.context_need(model, {"input_ids": ids[:, 5:], "past_key_values": cache})
+
+
+def test_layers_that_repeat_their_keys_before_attention_are_refused() -> None:
+    sizes = {name: x for name, x in SIZES.items() if name not in ("num_key_value_heads", "head_dim")}
+    config = transformers.FalconConfig(**sizes | {"hidden_size": 36}, num_kv_heads=2, new_decoder_architecture=True)
+    with pytest.raises(UnsupportedError, match="6 KV heads, and 2 are cached"):
+        headwise.context_need(transformers.FalconModel(config), padded_batch("right"))
 
 
 def test_outputs_that_are_changed_before_w_o_are_refused() -> None:

@@ -127,9 +127,9 @@ class _Measurement:
     def __init__(self, model: nn.Module, windows: tuple[int, ...], keep_first: int) -> None:
         _check_decoder(model)
         self.windows, self.keep_first = windows, keep_first
-        caching = {layer.key for layer in attention_layers(model) if layer.cache}
+        self.kv_heads = {layer.key: layer.kv for layer in attention_layers(model) if layer.cache}
         self.sites: dict[tuple[str, int], Site] = {
-            site.key: site for site in attention_sites(model) if site.key in caching
+            site.key: site for site in attention_sites(model) if site.key in self.kv_heads
         }
         if not self.sites:
             raise UnsupportedError(f"no attention layer of {type(model).__name__} is known to have a KV cache")
@@ -150,6 +150,10 @@ class _Measurement:
         if layer.key in self.calls:
             raise UnsupportedError(f"{site} attends more than once in a pass; give whole sequences without a cache")
         exact = _check_reading(reading, site)
+        if reading.k.shape[1] != self.kv_heads[layer.key]:
+            raise UnsupportedError(
+                f"{site} attends with {reading.k.shape[1]} KV heads, and {self.kv_heads[layer.key]} are cached"
+            )
         tokens, sums, outputs = _measure(exact, real, self.weights[layer.key], self.windows, self.keep_first)
         window = _own_window(exact)
         shape = StreamLayer(
