@@ -174,6 +174,15 @@ def test_a_sliding_layer_loses_nothing_in_its_own_window(exact_softmax: None) ->
     assert (need.change[8]["self"] > 0).all()
 
 
+@pytest.mark.parametrize("text", [5, LENGTH])
+def test_sliding_layers_are_known_from_texts_that_fit_into_their_window(text: int, exact_softmax: None) -> None:
+    ids = padded_batch("right")["input_ids"][:1, :text]
+    gemma = build("gemma2 with softcap and sliding windows", "eager")
+    mistral = transformers.MistralModel(transformers.MistralConfig(**SIZES, sliding_window=9))
+    assert [layer.window for layer in headwise.context_need(gemma, ids, 3).layers] == [9, None, 9]
+    assert [layer.window for layer in headwise.context_need(mistral, ids, 3).layers] == [9, 9, 9]
+
+
 def test_models_of_16_bits_are_measured_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     dtypes, attend = set(), functional.attend_with_lse
 

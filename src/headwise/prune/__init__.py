@@ -1,7 +1,7 @@
 """Pruning: which heads matter, and a smaller model without the others.
 
-`headwise.importance`, `headwise.plan` and `headwise.Plan` are names of the root. `prune_and_measure` does what the
-command does: it scores, prunes, recovers and measures, and gives a `PruneReport`.
+`headwise.importance`, `headwise.plan`, `headwise.context_need` and `headwise.stream_plan` are names of the root.
+`prune_and_measure` does what the command does: it scores, prunes, recovers and measures, and gives a `PruneReport`.
 """
 
 from __future__ import annotations

@@ -30,6 +30,7 @@ from .attention_layers import attention_layers
 from .context_need_result import ContextNeed, LayerSums, join_needs
 from .scoring import Progress, in_rows
 
+WINDOW_NAMES = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}  # in configs
 DIFFERENT = 0.02  # relative distance of W_O's input from the heads' outputs that no rounding explains
 
 
@@ -155,11 +156,11 @@ class _Measurement:
                 f"{site} attends with {reading.k.shape[1]} KV heads, and {self.kv_heads[layer.key]} are cached"
             )
         tokens, sums, outputs = _measure(exact, real, self.weights[layer.key], self.windows, self.keep_first)
-        window = _own_window(exact)
+        left = _own_window(exact)
         shape = StreamLayer(
             *layer.key, reading.q.shape[1], reading.k.shape[1],
             (reading.k.shape[3] + reading.v.shape[3]) * reading.k.element_size(),
-            None if window is None else window + 1,
+            _declared_window(site) if left is None else left + 1,
         )  # fmt: skip
         self.calls[layer.key] = _Call(shape, tokens, sums)
         self._outputs[self.linears[layer.key]] = outputs
@@ -184,6 +185,20 @@ def _check_decoder(model: nn.Module) -> None:
         raise UnsupportedError(f"{name} is an encoder-decoder; context_need measures decoders alone")
     if any(getattr(module, "is_kv_shared_layer", False) for module in model.modules()):
         raise UnsupportedError(f"layers of {name} share keys and values with others; their need is not one layer's")
+
+
+def _declared_window(site: Site) -> int | None:
+    """The keys of a layer's sliding window by its config: on a text that fits into it, attention does not show it."""
+    config = getattr(site.module, "config", None)
+    types = getattr(config, "layer_types", None)
+    if types and site.index < len(types):
+        name = WINDOW_NAMES.get(types[site.index])
+        window = None if name is None else getattr(config, name, None)
+    elif getattr(config, "use_sliding_window", True):
+        window = getattr(site.module, "sliding_window", getattr(config, "sliding_window", None))
+    else:
+        window = None
+    return window if isinstance(window, int) and not isinstance(window, bool) and window > 0 else None
 
 
 def _output_weight(linear: nn.Module, site: Site) -> Tensor:

@@ -146,9 +146,6 @@ class ContextNeed:
         """What both corpora give together."""
         if not isinstance(other, ContextNeed):
             return NotImplemented
-        for name in ("layers", "windows", "keep_first"):
-            if getattr(self, name) != getattr(other, name):
-                raise HeadwiseError(f"these needs cannot be added: their {name.replace('_', ' ')} differ")
         return join_needs([self, other])
 
     def to_json(self) -> dict[str, Any]:
@@ -235,6 +232,9 @@ class ContextNeed:
 def join_needs(needs: Sequence[ContextNeed]) -> ContextNeed:
     """The sequences of several needs of the same model, windows and first keys, one after the other."""
     first = needs[0]
+    for name in ("layers", "windows", "keep_first"):
+        if any(getattr(need, name) != getattr(first, name) for need in needs):
+            raise HeadwiseError(f"these needs cannot be added: their {name} differ")
     sums = [
         LayerSums(
             np.concatenate([part.norm for part in parts]),
