@@ -152,6 +152,8 @@ class StreamPlan:
         check_window(self.window, "window")
         check_keep_first(self.keep_first)
         shapes = {layer[:2]: layer for layer in self.layers}
+        if self.heads and not shapes:
+            raise HeadwiseError("a stream plan with heads needs the layers of its model, and there are none")
         for key, numbers in _by_full_key(self.heads, self.layers).items():
             layer = shapes.get(key)
             if layer is None:

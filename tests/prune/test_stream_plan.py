@@ -139,6 +139,11 @@ def test_heads_that_cannot_stream_are_refused(heads: dict[int, Any], words: str)
         StreamPlan(heads, LAYERS, 16)
 
 
+def test_heads_without_layers_are_refused() -> None:
+    with pytest.raises(HeadwiseError, match="needs the layers"):
+        StreamPlan({0: [1]}, (), 16)
+
+
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
