@@ -15,6 +15,7 @@ _LOCATIONS = {
     "CheckpointError": "errors",
     "Circuit": "circuits.circuit_result",
     "Composition": "circuits.composition",
+    "ContextNeed": "prune.context_need_result",
     "Decoder": "attention.nn.stack",
     "Effects": "circuits.effects",
     "Encoder": "attention.nn.stack",
@@ -36,6 +37,7 @@ _LOCATIONS = {
     "ShapeError": "errors",
     "SlidingCache": "attention.nn.kv_cache",
     "StaticCache": "attention.nn.kv_cache",
+    "StreamPlan": "plans",
     "Transformer": "attention.nn.stack",
     "TransformerBlock": "attention.nn.stack",
     "UnsupportedError": "errors",
@@ -47,6 +49,7 @@ _LOCATIONS = {
     "circuit": "circuits.circuit",
     "circuits": "circuits",
     "composition": "circuits.composition",
+    "context_need": "prune.context_need",
     "explain": "attention.functional",
     "group_kv_heads": "prune.grouping",
     "head_matrices": "circuits.head_matrices",
@@ -68,6 +71,7 @@ _LOCATIONS = {
     "save": "models.surgery.saving",
     "scale": "scale",
     "shape": "shapes",
+    "stream_plan": "prune.stream_plan",
     "tokenizer": "models.loading.loader",
     "view": "ui.widget",
     "watch": "models.watching.watcher",
@@ -131,9 +135,13 @@ if TYPE_CHECKING:
     from .models.surgery.saving import save as save
     from .models.watching.watcher import watch as watch
     from .plans import Plan as Plan
+    from .plans import StreamPlan as StreamPlan
+    from .prune.context_need import context_need as context_need
+    from .prune.context_need_result import ContextNeed as ContextNeed
     from .prune.grouping import group_kv_heads as group_kv_heads
     from .prune.importance import importance as importance
     from .prune.plan import plan as plan
+    from .prune.stream_plan import stream_plan as stream_plan
     from .recorder.recorder import Recorder as Recorder
     from .roles.atlas.build import atlas as atlas
     from .roles.atlas.result import Atlas as Atlas

@@ -103,6 +103,19 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
     return run_in_torch(q, k, v, call)
 
 
+def attend_with_lse(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor]:
+    """The output (B, H, Tq, Dv) of a call and each row's log-sum-exp (B, H, Tq), in which sinks take part.
+
+    -inf for a query with no visible keys and no sink. Neither has a gradient.
+    """
+    if why_not_one_pass(q, call, ExtraOutputs(lse=True)) is not None:
+        out, lse = blockwise.attend_with_lse(q, k, v, call)
+        return apply_gates(out, call), lse
+    outputs = one_pass_backend(call).run(q, k, v, call, ExtraOutputs(lse=True))
+    assert outputs.lse is not None  # it was requested
+    return outputs.out, outputs.lse
+
+
 def run_in_torch(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
     """The output by PyTorch's own operators."""
     with without_autocast(q):

@@ -253,6 +253,13 @@ def attend_with_slopes(
     return dispatch.attend(q, k, v, build_call(q, k, v, slopes=slopes, **options))
 
 
+def attend_with_lse(q: Tensor, k: Tensor, v: Tensor, **options: Unpack[CallOptions[Tensor]]) -> tuple[Tensor, Tensor]:
+    """attend's output and each row's log-sum-exp (B, Hq, Tq), in which sinks take part; neither has a gradient."""
+    check_options(options, CALL)
+    q, k, v = cast_inputs(q, k, v)
+    return dispatch.attend_with_lse(q, k, v, build_call(q, k, v, **options))
+
+
 def weights_with_slopes(
     q: Tensor, k: Tensor, rows: Any = None, heads: Any = None, **options: Unpack[CallOptions[Tensor]]
 ) -> Tensor:

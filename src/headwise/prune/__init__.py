@@ -1,7 +1,8 @@
 """Pruning: which heads matter, and a smaller model without the others.
 
-`headwise.importance`, `headwise.plan`, `headwise.Plan` and `headwise.group_kv_heads` are names of the root.
-`prune_and_measure` does what the command does: it scores, prunes, recovers and measures, and gives a `PruneReport`.
+`headwise.importance`, `headwise.plan`, `headwise.group_kv_heads`, `headwise.context_need` and `headwise.stream_plan`
+are names of the root. `prune_and_measure` does what the command does: it scores, prunes, recovers and measures, and
+gives a `PruneReport`.
 """
 
 from __future__ import annotations

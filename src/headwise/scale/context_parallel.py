@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..attention import dispatch
 from ..attention.backends import blockwise, blockwise_stats
 from ..attention.backends.blockwise_stats import RowSums
 from ..attention.call import AttentionCall, StatsRequest, build_request
@@ -248,7 +249,7 @@ class ContextParallelCall:
             for index, keys, call in self.parts(step, block, q):
                 assert block is not None
                 if rows is None:
-                    part_out, part_lse = partial_attention.attend_part(q[index], block.k, block.v, call)
+                    part_out, part_lse = dispatch.attend_with_lse(q[index], block.k, block.v, call)
                 else:
                     flags = [] if block.classes is None else block.classes.bool().unbind(1)
                     class_masks = dict(zip(classes or {}, flags, strict=True))

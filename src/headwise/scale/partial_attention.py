@@ -10,10 +10,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..attention import dispatch
 from ..attention.backends import blockwise, blockwise_stats, sdpa
 from ..attention.backends.blockwise_stats import RowSums
-from ..attention.backends.protocol import ExtraOutputs
 from ..attention.call import AttentionCall, StatsRequest, build_call
 from ..attention.stats import STEPS
 
@@ -42,37 +40,6 @@ class PartOptions:
             q, k, v, window=(self.left, self.right), lengths=lengths, offset=query.start - key.start,
             scale=self.scale, softcap=self.softcap, slopes=self.slopes,
         )  # fmt: skip
-
-
-def attend_part(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor]:
-    """The output (B, H, Tq, Dv) and each row's log-sum-exp (B, H, Tq), -inf where a row has no visible keys."""
-    if dispatch.why_not_one_pass(q, call) is not None:
-        return _attend_blockwise(q, k, v, call)
-    outputs = dispatch.one_pass_backend(call).run(q, k, v, call, ExtraOutputs(lse=True))
-    assert outputs.lse is not None  # it was requested
-    return outputs.out, outputs.lse
-
-
-def _attend_blockwise(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor]:
-    """`attend_part` in PyTorch, by blocks of rows."""
-    k, v = blockwise.zero_hidden_keys(call.visibility, k, v)
-    nonfinite = blockwise.has_hidden_nonfinite(v, call.visibility)
-    dtype = blockwise.upcast(q[:0]).dtype
-    out, lse = q.new_zeros(*q.shape[:3], v.shape[3]), q.new_full(q.shape[:3], -torch.inf, dtype=dtype)
-    for part in blockwise.parts(call):
-        batch, kv_heads, heads = part.batch, part.kv_heads, part.heads
-        for rows, low, high in blockwise.row_blocks(part.call.visibility):
-            if high <= low:
-                continue
-            s = blockwise.scores(q[batch, heads, rows], k[batch, kv_heads], part.call, rows, low, high)
-            row_max = blockwise.row_maximum(s.amax(-1), None)
-            e = s.sub_(row_max[..., None]).exp_()
-            total = e.sum(-1)
-            lse[batch, heads, rows] = row_max + total.log()
-            allowed = part.call.visibility.allowed(rows, low, high) if nonfinite else None
-            weighted_values = blockwise.sum_values(e, v[batch, kv_heads, low:high], allowed)
-            out[batch, heads, rows] = (weighted_values / torch.where(total == 0, 1, total)[..., None]).to(q.dtype)
-    return out, lse
 
 
 def merge_part(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:

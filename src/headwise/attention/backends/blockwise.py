@@ -76,6 +76,35 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
 # ---- how a call is cut
 
 
+def attend_with_lse(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor]:
+    """The output (B, H, Tq, Dv) without gates, and each row's log-sum-exp (B, H, Tq), in which sinks take part.
+
+    -inf for a query with no visible keys. Without gradients and dropout.
+    """
+    k, v = zero_hidden_keys(call.visibility, k, v)
+    nonfinite = has_hidden_nonfinite(v, call.visibility)
+    out = q.new_zeros(*q.shape[:3], v.shape[3])
+    lse = q.new_full(q.shape[:3], -torch.inf, dtype=upcast(q[:0]).dtype)
+    if call.sinks is not None:
+        lse.copy_(call.sinks.to(lse.dtype).view(1, -1, 1).expand_as(lse))
+    for part in parts(call):
+        batch, kv_heads, heads = part.batch, part.kv_heads, part.heads
+        for rows, low, high in row_blocks(part.call.visibility):
+            if high <= low:
+                continue
+            s = scores(q[batch, heads, rows], k[batch, kv_heads], part.call, rows, low, high)
+            row_max = row_maximum(s.amax(-1), part.call.sinks)
+            e = s.sub_(row_max[..., None]).exp_()
+            total = e.sum(-1)
+            if part.call.sinks is not None:
+                total += torch.exp(part.call.sinks.to(total.dtype).view(1, -1, 1) - row_max)
+            lse[batch, heads, rows] = row_max + total.log()
+            visible = part.call.visibility.allowed(rows, low, high) if nonfinite else None
+            weighted_values = sum_values(e, v[batch, kv_heads, low:high], visible)
+            out[batch, heads, rows] = (weighted_values / torch.where(total == 0, 1, total)[..., None]).to(q.dtype)
+    return out, lse
+
+
 class Part(NamedTuple):
     """Some sequences and some KV heads of a call, with the query heads that read them."""
 

@@ -1,0 +1,262 @@
+"""ContextNeed: what every KV head loses when it sees only the first and the most recent keys, window by window."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..errors import CheckpointError, HeadwiseError
+from ..files import write_atomically
+from ..json_documents import anything, count, finite, in_words, items, load_document, mapping
+from ..plans import StreamLayer, read_stream_layer
+from ..resampling import bootstrap_counts, interval
+
+FORMAT = 1  # of the saved file
+RESAMPLES = 1000
+
+
+class KVHeadNeed(NamedTuple):
+    """What one KV head loses in one window."""
+
+    kind: str
+    layer: int
+    kv_head: int
+    window: int
+    lost_weight: float
+    change: float
+    change_low: float
+    change_high: float
+
+
+class NeedTable(dict[str, np.ndarray]):
+    """{kind: (layers, KV heads)} of one measure and window; NaN where a layer has fewer KV heads.
+
+    Attributes:
+        interval: {kind: (2, layers, KV heads)}, the ends of a 95 % bootstrap interval over the sequences; NaN with
+            fewer than two of them.
+    """
+
+    def __init__(self, values: dict[str, np.ndarray], ends: dict[str, np.ndarray]) -> None:
+        super().__init__(values)
+        self.interval = ends
+
+
+@dataclass(frozen=True)
+class LayerSums:
+    """Sums over the tokens of each of N sequences, of one layer with KV heads and W windows."""
+
+    norm: np.ndarray  # (N,): norm of what all heads write through W_O
+    lost: np.ndarray  # (N, W, KV heads): weight on the keys that the window hides, the mean over the query heads
+    change: np.ndarray  # (N, W, KV heads): norm of the change of what the KV head's query heads write through W_O
+
+
+@dataclass(frozen=True)
+class ContextNeed:
+    """What every KV head loses in every window, measured by `headwise.context_need`.
+
+    Two of them for the same model, windows and first keys add up: `need + other` is that of both corpora.
+
+    Attributes:
+        layers: the attention layers with a cache, in the model's order.
+        windows: the windows that were measured.
+        keep_first: the first keys of a sequence that stay visible.
+        tokens: (N,), the tokens of each sequence.
+        sums: for each layer the sums over the tokens of each sequence.
+
+    Example:
+        >>> need = headwise.context_need(model, batches)
+        >>> need.change[256]["self"].shape          # (layers, KV heads)
+        (30, 3)
+        >>> need.change[256].interval["self"].shape
+        (2, 30, 3)
+    """
+
+    layers: tuple[StreamLayer, ...]
+    windows: tuple[int, ...]
+    keep_first: int
+    tokens: np.ndarray
+    sums: tuple[LayerSums, ...]
+
+    @functools.cached_property
+    def lost_weight(self) -> dict[int, NeedTable]:
+        """{window: table}: the share of the weight on the keys that the window hides."""
+        return self._tables(lambda sums: sums.lost, lambda sums: self.tokens)
+
+    @functools.cached_property
+    def change(self) -> dict[int, NeedTable]:
+        """{window: table}: the change of the output through W_O, relative to the layer's whole attention output."""
+        return self._tables(lambda sums: sums.change, lambda sums: sums.norm)
+
+    def _tables(
+        self, top: Callable[[LayerSums], np.ndarray], bottom: Callable[[LayerSums], np.ndarray]
+    ) -> dict[int, NeedTable]:
+        resampled = bootstrap_counts(len(self.tokens), RESAMPLES).astype(float) if len(self.tokens) > 1 else None
+        once = np.ones((1, len(self.tokens)))
+        tables = {}
+        for i, window in enumerate(self.windows):
+            values = [_ratios(once, top(sums)[:, i], bottom(sums))[0] for sums in self.sums]
+            ends = [
+                np.full((2, layer.kv_heads), np.nan)
+                if resampled is None
+                else interval(_ratios(resampled, top(sums)[:, i], bottom(sums)))
+                for layer, sums in zip(self.layers, self.sums, strict=True)
+            ]
+            tables[window] = NeedTable(self._by_kind(values), self._by_kind(ends))
+        return tables
+
+    def _by_kind(self, rows: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
+        """{kind: (..., layers, KV heads)} from one (..., KV heads) per layer."""
+        tables = {}
+        for kind in dict.fromkeys(layer.kind for layer in self.layers):
+            members = [row for layer, row in zip(self.layers, rows, strict=True) if layer.kind == kind]
+            width = max(row.shape[-1] for row in members)
+            padded = [_pad(row, width) for row in members]
+            tables[kind] = np.stack(padded, -2)
+        return tables
+
+    def rows(self) -> Iterator[KVHeadNeed]:
+        """Every KV head in every window, in the model's order."""
+        for window in self.windows:
+            places = dict.fromkeys((layer.kind for layer in self.layers), -1)
+            lost, change = self.lost_weight[window], self.change[window]
+            for kind, index, _, kv_heads, *_ in self.layers:
+                places[kind] += 1
+                for head in range(kv_heads):
+                    at = (places[kind], head)
+                    low, high = change.interval[kind][(slice(None), *at)]
+                    yield KVHeadNeed(
+                        kind,
+                        index,
+                        head,
+                        window,
+                        float(lost[kind][at]),
+                        float(change[kind][at]),
+                        float(low),
+                        float(high),
+                    )
+
+    def __add__(self, other: ContextNeed) -> ContextNeed:
+        """What both corpora give together."""
+        if not isinstance(other, ContextNeed):
+            return NotImplemented
+        return join_needs([self, other])
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "headwise": "context need",
+            "format": FORMAT,
+            "windows": list(self.windows),
+            "keep_first": self.keep_first,
+            "tokens": self.tokens.tolist(),
+            "layers": [layer._asdict() for layer in self.layers],
+            "heads": [{name: _finite(x) for name, x in row._asdict().items()} for row in self.rows()],
+            "sums": [
+                {"norm": sums.norm.tolist(), "lost": sums.lost.tolist(), "change": sums.change.tolist()}
+                for sums in self.sums
+            ],
+        }
+
+    @classmethod
+    def from_json(cls, document: Any) -> ContextNeed:
+        """What `to_json` gave; a CheckpointError of one line where something in it is not as it should be."""
+        try:
+            return cls._read(document)
+        except (ValueError, KeyError) as error:
+            raise CheckpointError(f"this is no context need that headwise wrote: {in_words(error)}") from None
+
+    @classmethod
+    def _read(cls, document: Any) -> ContextNeed:
+        if not isinstance(document, dict) or document.get("headwise") != "context need":
+            raise ValueError('"headwise": "context need" is missing')
+        if count(document["format"], "format") > FORMAT:
+            raise ValueError(f"its format {document['format']} is newer than this headwise, which reads {FORMAT}")
+        windows = tuple(items(document["windows"], "windows", count))
+        tokens = np.array(items(document["tokens"], "tokens", count))
+        layers = tuple(
+            items(document["layers"], "layers", lambda row, path: read_stream_layer(mapping(row, path, anything), path))
+        )
+        rows = items(document["sums"], "sums", lambda row, path: mapping(row, path, anything))
+        if not (windows and len(tokens) and layers) or len(rows) != len(layers):
+            raise ValueError("windows, tokens or layers are missing")
+        sums = []
+        for i, (layer, row) in enumerate(zip(layers, rows, strict=True)):
+            shape = (len(tokens), len(windows), layer.kv_heads)
+            sums.append(
+                LayerSums(
+                    _array(row["norm"], f"sums[{i}].norm", shape[:1]),
+                    _array(row["lost"], f"sums[{i}].lost", shape),
+                    _array(row["change"], f"sums[{i}].change", shape),
+                )
+            )
+        return cls(layers, windows, count(document["keep_first"], "keep_first"), tokens, tuple(sums))
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write JSON, to a temporary file that is then moved into place."""
+        with write_atomically(path, CheckpointError) as file:
+            file.write_text(json.dumps(self.to_json()) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> ContextNeed:
+        """Read a file that `save` wrote."""
+        return cls.from_json(load_document(path, "context need"))
+
+    def __str__(self) -> str:
+        texts = "1 sequence" if len(self.tokens) == 1 else f"{len(self.tokens)} sequences"
+        lines = [f"context need over {int(self.tokens.sum())} tokens in {texts}, first {self.keep_first} keys visible"]
+        for window in self.windows:
+            lines.append(f"window {window}: change of the output through W_O (lost weight), per KV head")
+            for kind, table in self.change[window].items():
+                members = [layer for layer in self.layers if layer.kind == kind]
+                for layer, change, lost in zip(members, table, self.lost_weight[window][kind], strict=True):
+                    pairs = zip(change[: layer.kv_heads], lost[: layer.kv_heads], strict=True)
+                    numbers = "  ".join(f"{x:.3f} ({y:.3f})" for x, y in pairs)
+                    lines.append(f"{kind:>8} {layer.layer:>3}  {numbers}")
+        return "\n".join(lines)
+
+
+def join_needs(needs: Sequence[ContextNeed]) -> ContextNeed:
+    """The sequences of several needs of the same model, windows and first keys, one after the other."""
+    first = needs[0]
+    for name in ("layers", "windows", "keep_first"):
+        if any(getattr(need, name) != getattr(first, name) for need in needs):
+            raise HeadwiseError(f"these needs cannot be added: their {name} differ")
+    sums = [
+        LayerSums(
+            np.concatenate([part.norm for part in parts]),
+            np.concatenate([part.lost for part in parts]),
+            np.concatenate([part.change for part in parts]),
+        )
+        for parts in zip(*(need.sums for need in needs), strict=True)
+    ]
+    tokens = np.concatenate([need.tokens for need in needs])
+    return ContextNeed(first.layers, first.windows, first.keep_first, tokens, tuple(sums))
+
+
+def _ratios(counts: np.ndarray, top: np.ndarray, bottom: np.ndarray) -> np.ndarray:
+    """counts (R, N), top (N, KV heads), bottom (N,) -> (R, KV heads); 0 where nothing was written at all."""
+    total = (counts @ bottom)[:, None]
+    return (counts @ top) / np.where(total > 0, total, 1)
+
+
+def _finite(value: Any) -> Any:
+    """The value, or None for NaN, which is not JSON."""
+    return None if isinstance(value, float) and np.isnan(value) else value
+
+
+def _pad(row: np.ndarray, width: int) -> np.ndarray:
+    padding = [(0, 0)] * (row.ndim - 1) + [(0, width - row.shape[-1])]
+    return np.pad(row.astype(float), padding, constant_values=np.nan)
+
+
+def _array(value: Any, path: str, shape: tuple[int, ...]) -> Any:
+    """Nested lists of finite numbers of that shape."""
+    rows = items(value, path, finite if len(shape) == 1 else functools.partial(_array, shape=shape[1:]))
+    if len(rows) != shape[0]:
+        raise ValueError(f"{path} has {len(rows)} rows, and {shape[0]} are expected")
+    return np.array(rows, dtype=float)
