@@ -285,10 +285,10 @@ class _Search:
             random[self.random.permutation(len(chosen))[:size]] = True
             draws.append(random)
         values = self._run([chosen, ~chosen, *draws])  # (circuits, prompts)
-        kept, lost = values[0] - self.corrupted, self.clean - values[1]
+        remainder, loss = values[0] - self.corrupted, self.clean - values[1]
         by_draw = [(row - self.corrupted).mean() / self.difference.mean() for row in values[2:]]
         return CurvePoint(
-            size, self._share(kept), self._share(lost), Share(float(np.mean(by_draw)), min(by_draw), max(by_draw))
+            size, self._share(remainder), self._share(loss), Share(float(np.mean(by_draw)), min(by_draw), max(by_draw))
         )
 
     def _run(self, circuits: Sequence[np.ndarray]) -> np.ndarray:

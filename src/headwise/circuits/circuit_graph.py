@@ -260,24 +260,24 @@ def _connect(model: nn.Module, graph: CircuitGraph, reader: Reader, reads: _Read
     gradients: list[Tensor | None] = list(
         torch.autograd.grad(x, leaves, direction, retain_graph=True, allow_unused=True)
     )
-    found: dict[int, float] = {}
+    factors: dict[int, float] = {}
     for writer, gradient in zip(writers, gradients, strict=True):
         if gradient is None:
             continue
         if writer.type == "embedding":
-            found[numbers[EMBEDDING]] = 1.0  # all embeddings together are read off the first reader's input
+            factors[numbers[EMBEDDING]] = 1.0  # all embeddings together are read off the first reader's input
             continue
         factor = _factor(gradient, direction)
         if factor is None:
             raise _refusal(type(model).__name__, f"outputs that are added to the stream as they are ({writer.label})")
         if writer.site is None:
-            found[numbers[writer.label]] = factor
+            factors[numbers[writer.label]] = factor
         else:
             count = sum(node.kind == writer.site.kind and node.layer == writer.site.index for node in graph.nodes)
-            found |= {numbers[head_id(writer.site, head)]: factor for head in range(count)}
+            factors |= {numbers[head_id(writer.site, head)]: factor for head in range(count)}
     reader.norm_width = x.shape[-1]
-    reader.writers = sorted(found)
-    reader.scales = torch.tensor([found[number] for number in reader.writers], dtype=x.dtype, device=x.device)
+    reader.writers = sorted(factors)
+    reader.scales = torch.tensor([factors[number] for number in reader.writers], dtype=x.dtype, device=x.device)
 
 
 def _factor(gradient: Tensor, direction: Tensor) -> float | None:

@@ -162,7 +162,7 @@ class _Gradients(_EdgeHooks):
         self.embeddings = embeddings
         self.normed: dict[nn.Module, tuple[Tensor, Tensor]] = {}  # input and output of the norms
         self.projected: dict[nn.Module, Tensor] = {}
-        self.given: dict[nn.Module, Tensor] = {}  # what modules of feed-forward blocks are given
+        self.block_inputs: dict[nn.Module, Tensor] = {}  # of the modules of feed-forward blocks
         self.final: Tensor | None = None
 
     def set_hooks(self) -> None:
@@ -193,7 +193,7 @@ class _Gradients(_EdgeHooks):
         output = self.normed[norm][1]
 
         def tap(x: Tensor) -> Tensor:
-            self.given[module] = tapped = x.view_as(x)
+            self.block_inputs[module] = tapped = x.view_as(x)
             return tapped
 
         return _change_input(args, kwargs, output, tap)
@@ -222,9 +222,9 @@ def reader_gradients(
     with torch.enable_grad():
         values = hooks.run(run, batch)
     assert hooks.final is not None
-    places = [*hooks.projected.values(), *hooks.given.values(), hooks.final]
+    places = [*hooks.projected.values(), *hooks.block_inputs.values(), hooks.final]
     gradients = list(torch.autograd.grad(values.sum(), places))
-    by_module = dict(zip([*hooks.projected, *hooks.given], gradients, strict=False))
+    by_module = dict(zip([*hooks.projected, *hooks.block_inputs], gradients, strict=False))
     result = {graph.readers[-1]: gradients[-1].reshape(1, *hooks.shape)}
     with torch.no_grad():
         for reader in graph.readers[:-1]:
@@ -267,8 +267,8 @@ class _Edges(_EdgeHooks):
     corrupted: Activations
     weights: Sequence[Tensor]  # per reader (S, P): 1 for an edge that is kept, 0 for one that is patched
     changed: Tensor = field(init=False)  # (U, B, T, d): what writers add now, less what they add in the corrupted run
-    given: dict[Reader, Tensor] = field(default_factory=dict)  # (S, B, T, d): each slot's input after the norm
-    outputs: dict[nn.Module, Tensor] = field(default_factory=dict)  # of the norms, to find who is given them
+    slot_inputs: dict[Reader, Tensor] = field(default_factory=dict)  # (S, B, T, d), after the norm
+    outputs: dict[nn.Module, Tensor] = field(default_factory=dict)  # of the norms, to find who reads them
 
     def __post_init__(self) -> None:
         super().__init__(self.model, self.graph)
@@ -298,7 +298,7 @@ class _Edges(_EdgeHooks):
             x = self._input(reader)
             if reader is self.graph.readers[-1]:
                 return (x[0].reshape(args[0].shape), *args[1:])
-            self.given[reader] = norm.forward(x)
+            self.slot_inputs[reader] = norm.forward(x)
         return None
 
     def _input(self, reader: Reader) -> Tensor:
@@ -313,12 +313,12 @@ class _Edges(_EdgeHooks):
 
     def _give(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         reader = next(reader for reader in self.graph.readers if module in reader.modules)
-        x = self.given[reader][0]
+        x = self.slot_inputs[reader][0]
         return _change_input(args, kwargs, self.outputs[reader.norm], lambda old: x.reshape(old.shape))
 
     def _project(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
         reader = next(reader for reader in self.graph.readers if module in reader.modules)
-        x, (weight, bias) = self.given[reader], _matrix(module)
+        x, (weight, bias) = self.slot_inputs[reader], _matrix(module)
         result = torch.empty_like(output)
         flat = result.view(*x.shape[1:-1], -1)
         for slot, own in next(rows for linear, rows in slot_rows(reader) if linear is module):
