@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import numpy as np
@@ -277,6 +279,23 @@ def test_a_model_is_left_as_it_was_also_after_an_exception() -> None:
     assert model.training
     assert {name: (p.requires_grad, p.grad) for name, p in model.named_parameters()} == before
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize("name", ["gpt2", "vit"])
+def test_what_is_remembered_of_a_model_does_not_keep_it_alive(name: str) -> None:
+    def attribute_once() -> weakref.ref[nn.Module]:
+        model = model_families.build(FAMILIES[name])
+
+        def metric(output: Any) -> Tensor:
+            assert not model.training
+            return project(output)
+
+        headwise.attribute(model, model_inputs.inputs(FAMILIES[name]), metric)
+        return weakref.ref(model)
+
+    model = attribute_once()
+    gc.collect()
+    assert model() is None
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from ..models.structure.wrappers import inner_model
 from ..models.text_inputs import device_of
 from .effects import EffectLayer, Effects, EffectsAbout
 from .inputs import model_batches, named_tensors, to_device
-from .metric import LogitDifference, Measure, Metric
+from .metric import Measure, Metric, metric_key
 from .residual_stream import ResidualStream, StreamPass, leaf_of, residual_stream, run_cut
 
 Progress = Callable[[int, int], None]  # steps done, steps in all
@@ -76,7 +76,7 @@ def attribute(
             def metric_of(batch: Any, number: int = number) -> Tensor:
                 return measure(run(model, batch), number)[0]
 
-            key = ("logits" if isinstance(metric, LogitDifference) else metric, *sorted(named_tensors(batch)))
+            key = (metric_key(metric), *sorted(named_tensors(batch)))
             stream = residual_stream(model, sites, metric_of, batch, key)
             _add_batch(totals, model, stream, run_cut(model, sites, stream, metric_of, batch), batch_size(batch))
             if progress is not None:

@@ -22,7 +22,7 @@ from .circuit_graph import CircuitGraph, circuit_graph
 from .circuit_result import Circuit, CircuitNode, CurvePoint, Edge, Share
 from .edge_passes import Activations, reader_gradients, record, run_edges, select
 from .inputs import Pair, model_pairs, named_tensors, to_device
-from .metric import LogitDifference, Measure, Metric
+from .metric import LogitDifference, Measure, Metric, metric_key
 from .residual_stream import residual_stream
 
 Progress = Callable[[int, int], None]  # steps done, steps in all
@@ -104,7 +104,7 @@ def circuit(
         def probe_metric(batch: Any) -> Tensor:
             return probe(run(model, batch), 0)[0]
 
-        key = ("logits" if isinstance(metric, LogitDifference) else metric, *sorted(named_tensors(first.clean)))
+        key = (metric_key(metric), *sorted(named_tensors(first.clean)))
         stream = residual_stream(model, sites, probe_metric, first.clean, key)
         graph = circuit_graph(model, sites, stream, probe_metric, first.clean)
         if size is not None and size > graph.edges:

@@ -20,7 +20,7 @@ from ..models.structure.linear_layers import output_width
 from ..models.structure.projections import Projections, ProjectionsError, projections
 from ..models.structure.sites import Site
 from .residual_stream import CutPass, ResidualStream, Writer, is_inside
-from .stream_graph import block_of
+from .stream_graph import LOOSE, block_of
 
 Input = Literal["query", "key", "value", "input"]
 ROLES: dict[str, Input] = {"q": "query", "k": "key", "v": "value"}
@@ -114,7 +114,7 @@ def _check_stream(model: nn.Module, stream: ResidualStream) -> None:
     if len(stream.norms) > 1:
         raise _refusal(name, "heads that write into the stream without a norm in between")
     if any(
-        writer.type == "embedding" and writer.place.module is model and writer.place.name.startswith("input")
+        writer.type == "embedding" and writer.place.module is LOOSE and writer.place.name.startswith("input")
         for writer in stream.writers
     ):
         raise _refusal(name, "embeddings that are modules' outputs, of token ids")

@@ -22,7 +22,7 @@ from ..models.structure.heads import w_o
 from ..models.structure.sites import Site, first_per_module
 from .inputs import named_tensors
 from .stream_gradients import FrozenNorm, NormForm, SparseLinear, norm_form
-from .stream_graph import ModuleCall, StreamGraph, StreamReading, block_of, read_writers
+from .stream_graph import LOOSE, ModuleCall, StreamGraph, StreamReading, block_of, read_writers
 
 WriterType = Literal["attention", "feed-forward", "embedding", "earlier layers"]
 
@@ -32,7 +32,7 @@ class Writer(NamedTuple):
 
     type: WriterType
     label: str  # what it is called in results
-    place: ModuleCall  # whose output it is; a model's input or parameter has the model itself there
+    place: ModuleCall  # whose output it is; LOOSE for an input or a parameter of the model
     site: Site | None = None  # of attention
 
 
@@ -194,7 +194,7 @@ class _Probe(_StreamHooks):
 
     def place_in_order(self, call: ModuleCall) -> int:
         """When a module's call ended; before all others for the model's inputs and parameters."""
-        return -1 if call.module is self.model else self.order[call.module, call.number]
+        return -1 if call.module is LOOSE else self.order[call.module, call.number]
 
     def may_write(self, call: ModuleCall) -> bool:
         return call.name not in self.around and call.module not in self.inside
@@ -202,7 +202,7 @@ class _Probe(_StreamHooks):
     def run(self, run: Callable[[Any], Tensor], batch: Any) -> Tensor:
         batch, leaves = _loose_leaves(self.model, self.blocks, batch)
         for name, x in leaves.items():
-            self._add_leaf(x, ModuleCall(name, self.model, 0))
+            self._add_leaf(x, ModuleCall(name, LOOSE, 0))
         return self.run_with(self._set_hooks, run, batch)
 
     def _set_hooks(self) -> None:
@@ -266,7 +266,7 @@ class CutPass(_StreamHooks):
         self.forms: dict[nn.Module, NormForm] = {}
 
     def run(self, run: Callable[[Any], Tensor], batch: Any) -> StreamPass:
-        loose = {writer.place.name for writer in self.stream.writers if writer.place.module is self.model}
+        loose = {writer.place.name for writer in self.stream.writers if writer.place.module is LOOSE}
         batch, self.result.parameters = _loose_leaves(self.model, self.blocks, batch, loose)
         self.result.values = self.run_with(self.set_hooks, run, batch)
         return self.result

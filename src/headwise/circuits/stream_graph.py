@@ -31,6 +31,9 @@ PRODUCTS = {"Mm", "Addmm", "Bmm", "Baddbmm", "Linear", "Mv", "Dot", "Convolution
 CONSTANTS = {"Add", "Sub", "Rsub", "Addmm", "Baddbmm", "Linear", "Convolution"}  # which may add something constant
 
 
+LOOSE = nn.Identity()  # stands for the module of a model's inputs and parameters, which are no module's output
+
+
 class ModuleCall(NamedTuple):
     """One call of a module in a pass."""
 
