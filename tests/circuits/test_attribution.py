@@ -250,6 +250,25 @@ def test_direct_effects_in_nn_transformer_encoder_add_up(batch_first: bool, norm
     assert (effects["self"][-1] != 0).all()
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_effects_are_the_same_where_gradients_are_switched_off(mode: Any) -> None:
+    model, batch = small_gpt2(), small_batch()
+    expected = headwise.attribute(model, batch, LogitDifference(3, 5))
+    with mode():
+        effects = headwise.attribute(model, batch, LogitDifference(3, 5))
+    np.testing.assert_array_equal(effects["self"], expected["self"])
+
+
+def test_a_masked_head_writes_nothing_and_the_rest_adds_up() -> None:
+    model, batch = small_gpt2(), small_batch()
+    with headwise.mask_heads(model, {1: [2]}):
+        effects = headwise.attribute(model, batch, LogitDifference(3, 5))
+        with torch.no_grad():
+            logits = model(**batch).logits[:, -1]
+    assert effects["self"][1, 2] == 0
+    assert total(effects) == pytest.approx(float((logits[:, 3] - logits[:, 5]).mean()), rel=1e-9)
+
+
 class Gated(nn.Module):
     """Attention whose output multiplies the stream."""
 

@@ -292,6 +292,15 @@ def test_equal_prompts_and_unequal_lengths_are_refused_in_one_line() -> None:
         headwise.circuit(model, small_batch(length=7), small_batch(length=6), LogitDifference(3, 5))
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_circuits_are_the_same_where_gradients_are_switched_off(mode: Any) -> None:
+    model, clean, corrupted = small_gpt2(), small_batch(2, 5), small_batch(2, 5, seed=1)
+    expected = headwise.circuit(model, clean, corrupted, LogitDifference(3, 5), size=6)
+    with mode():
+        circuit = headwise.circuit(model, clean, corrupted, LogitDifference(3, 5), size=6)
+    assert circuit == expected
+
+
 def test_a_model_is_left_as_it_was_also_after_an_exception() -> None:
     model = small_gpt2().train()
 

@@ -28,6 +28,8 @@ OUTPUT_BIAS, W_O_BIASES, NORM_BIASES = "output bias", "W_O biases", "norm biases
 BEYOND_GRADIENT = "beyond the gradient"
 
 
+@torch.inference_mode(False)  # whose tensors autograd could not keep
+@torch.enable_grad()
 def attribute(
     model: nn.Module, inputs: Any, metric: Metric, *, tokenizer: Any = None, progress: Progress | None = None
 ) -> Effects:

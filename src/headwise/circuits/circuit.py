@@ -33,6 +33,8 @@ REFINEMENTS = 3  # sizes between the last two of the series, to find where the t
 RESAMPLES = 1000
 
 
+@torch.inference_mode(False)  # whose tensors autograd could not keep
+@torch.enable_grad()
 def circuit(
     model: nn.Module,
     clean: Any,

@@ -5,6 +5,7 @@ Shapes: U writers, S slots of a reader, P writers that it reads, (B, T, d) the s
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +22,7 @@ from ..models.structure.sites import Site, first_per_module
 from .circuit_graph import CircuitGraph, Reader, head_id, projections_of, slot_rows
 from .residual_stream import first_tensor, with_first_tensor
 from .stream_gradients import norm_form
+from .stream_graph import LOOSE
 
 Run = Callable[[Any], Tensor]  # runs the model on a batch and gives the metric
 Embeddings = dict[nn.Module, Tensor]  # outputs of the embedding modules
@@ -36,7 +38,7 @@ class Activations:
     embeddings: Embeddings
 
 
-class _EdgeHooks:
+class _EdgeHooks(ABC):
     """Hooks on the writers and readers of a graph."""
 
     def __init__(self, model: nn.Module, graph: CircuitGraph) -> None:
@@ -59,8 +61,9 @@ class _EdgeHooks:
             self.hooks.remove()
             self.tracker.reset()
 
+    @abstractmethod
     def set_hooks(self) -> None:
-        raise NotImplementedError
+        """Set the hooks of one kind of pass."""
 
     def note_shape(self) -> None:
         """Set the hook that keeps the stream's shape, before those that need it."""
@@ -102,7 +105,7 @@ class _EdgeHooks:
             return None if changed is None else with_first_tensor(output, changed)
 
         for writer in self.graph.stream.writers:
-            if writer.type == "embedding":
+            if writer.type == "embedding" and writer.place.module is not LOOSE:
                 self.hooks.after(writer.place.module, hook)
 
 

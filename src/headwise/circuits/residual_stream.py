@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -186,11 +187,8 @@ class _Probe(_StreamHooks):
         self.graph = StreamGraph()
         self.site_of: dict[int, Site] = {}  # by id of an attention output's leaf
         self.inside = {module for site in sites for module in site.module.modules()}
-        self.around = {
-            self.names[module]
-            for module in model.modules()
-            if any(site.module in set(module.modules()) for site in sites)
-        }
+        paths = [site.name.split(".") for site in sites]
+        self.around = {".".join(path[:end]) for path in paths for end in range(len(path) + 1)}
 
     def place_in_order(self, call: ModuleCall) -> int:
         """When a module's call ended; before all others for the model's inputs and parameters."""
@@ -212,11 +210,9 @@ class _Probe(_StreamHooks):
             if module not in writers:
                 self.hooks.after(module, self._after)
         for module, attention in writers.items():
-            self.hooks.after(
-                module, lambda module, args, output, attention=attention: self._cut(module, attention, output)
-            )
+            self.hooks.after(module, partial(self._cut, attention))
 
-    def _cut(self, module: nn.Module, attention: nn.Module, output: Any) -> Any:
+    def _cut(self, attention: nn.Module, module: nn.Module, args: Any, output: Any) -> Any:
         site = self.tracker.site(attention)
         number = self.call_number(module)
         x = first_tensor(output)
@@ -263,7 +259,6 @@ class CutPass(_StreamHooks):
         self.stream = stream
         self.result = StreamPass()
         self.written = {(writer.place.module, writer.place.number) for writer in stream.writers}
-        self.forms: dict[nn.Module, NormForm] = {}
 
     def run(self, run: Callable[[Any], Tensor], batch: Any) -> StreamPass:
         loose = {writer.place.name for writer in self.stream.writers if writer.place.module is LOOSE}
@@ -273,7 +268,7 @@ class CutPass(_StreamHooks):
 
     def set_hooks(self) -> None:
         self.follow_heads(self._store_heads)
-        writing = {module for module, _ in self.written} - {self.model}
+        writing = {module for module, _ in self.written} - {LOOSE}
         on_way = {module for module, _ in self.stream.norms}
         for module in writing | on_way:
             self.hooks.after(module, self._after)
