@@ -112,7 +112,9 @@ class Composition:
         """The scores as plain JSON values; null where there is none."""
 
         def rows(array: np.ndarray) -> Any:
-            return np.where(np.isnan(array), None, array.astype(object)).tolist()  # type: ignore[call-overload]
+            values = array.astype(object)
+            values[np.isnan(array)] = None
+            return values.tolist()
 
         return {
             "headwise_composition": VERSION,

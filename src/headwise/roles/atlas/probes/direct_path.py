@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -116,29 +117,41 @@ def _watching(model: Any, unembedding: nn.Module, blocks: dict[Site, str], seen:
 
     def on(module: nn.Module, hook: Callable[[Any, Any], None]) -> None:
         def call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            given = args[0] if args else kwargs.get("hidden_states")
-            given_output = output[0] if isinstance(output, tuple) and output else output
-            if isinstance(given, Tensor) and isinstance(given_output, Tensor):
-                hook(given, given_output)
+            x = args[0] if args else kwargs.get("hidden_states")
+            y = output[0] if isinstance(output, tuple) and output else output
+            if isinstance(x, Tensor) and isinstance(y, Tensor):
+                hook(x, y)
 
         handles.append(module.register_forward_hook(call, with_kwargs=True))
 
     try:
         for path, module in model.named_modules():
             if is_norm(module):
-                on(module, lambda x, y, path=path: seen.norms.__setitem__(path, (x, y)))  # type: ignore[misc]
+                on(module, partial(_store_call, seen.norms, path))
         for site, block in blocks.items():
             inside = model.get_submodule(block)
-            on(inside, lambda x, y, block=block: seen.blocks.__setitem__(block, (x, y)))  # type: ignore[misc]
+            on(inside, partial(_store_call, seen.blocks, block))
             for child in inside.children():
-                on(child, lambda x, y, block=block: seen.children.setdefault(block, []).append(y))  # type: ignore[misc]
+                on(child, partial(_add_output, seen.children, block))
             path, out = w_o(model, site)
-            on(out, lambda x, y, path=path: seen.written.__setitem__(path, y))  # type: ignore[misc]
+            on(out, partial(_store_output, seen.written, path))
         on(unembedding, lambda x, y: setattr(seen, "last", x))
         yield
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _store_call(calls: dict[str, tuple[Tensor, Tensor]], name: str, x: Tensor, y: Tensor) -> None:
+    calls[name] = x, y
+
+
+def _store_output(outputs: dict[str, Tensor], name: str, x: Tensor, y: Tensor) -> None:
+    outputs[name] = y
+
+
+def _add_output(outputs: dict[str, list[Tensor]], name: str, x: Tensor, y: Tensor) -> None:
+    outputs.setdefault(name, []).append(y)
 
 
 def _final_norm(model: Any, seen: _Seen, width: int) -> tuple[str | None, Norm | None]:
