@@ -285,6 +285,13 @@ def test_a_stream_that_is_no_sum_is_refused_by_name() -> None:
         headwise.attribute(Gated(), torch.randn(2, 3, 12), lambda out: out[:, 0].sum(-1))
 
 
+def test_weights_that_are_not_in_memory_are_refused_in_one_line() -> None:
+    model = small_gpt2()
+    model.transformer.h[1].mlp.to("meta")
+    with pytest.raises(UnsupportedError, match="load it whole"):
+        headwise.attribute(model, small_batch(), LogitDifference(3, 5))
+
+
 def test_a_model_is_left_as_it_was_also_after_an_exception() -> None:
     model = small_gpt2().train()
     before = {name: (p.requires_grad, p.grad) for name, p in model.named_parameters()}

@@ -90,8 +90,12 @@ def residual_stream(
         key: the metric and the names of the inputs, which the stream's end depends on.
 
     Raises:
-        UnsupportedError: where the stream is no sum.
+        UnsupportedError: where the stream is no sum, or weights are not in memory.
     """
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise UnsupportedError(
+            f"{type(model).__name__} has weights without values here (offloaded, or on the meta device); load it whole"
+        )
     modules = tuple(map(id, model.modules()))
     known = _streams.get(model)
     if known is not None and known.modules == modules and known.key == key:
