@@ -209,6 +209,7 @@ def context_need(
     *,
     tokenizer: Any = None,
     length: int | None = None,
+    loss: bool | Mapping[Any, Sequence[int]] = False,
     resume: str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
     timeout: float = CORPUS_TIMEOUT,
@@ -218,7 +219,8 @@ def context_need(
     All ranks must call it. The numbers are those of one process, to the bit.
 
     Args:
-        model, batches, windows, keep_first, tokenizer, length: as in headwise.context_need, the same on all ranks.
+        model, batches, windows, keep_first, tokenizer, length, loss: as in headwise.context_need, the same on all
+            ranks.
         resume: a folder in which each rank saves its batches; a run that was killed is resumed from there, also by
             another number of ranks. What was saved is removed at the end.
         progress: called on the first rank only, with the progress of all.
@@ -230,7 +232,7 @@ def context_need(
     """
     ranks = ranks_of(timeout=timeout)
     model = inner_model(model)
-    settings = NeedSettings(windows, keep_first)
+    settings = NeedSettings(windows, keep_first, loss)
     all_batches = list(need_inputs(model, batches, tokenizer, length))
     content: dict[str, str] = {}
 

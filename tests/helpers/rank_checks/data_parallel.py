@@ -80,7 +80,7 @@ def a_context_need_is_resumed_by_any_number_of_ranks(ranks: Ranks, folder: Path)
         content = {
             "task": "context need", "model": fingerprint(model),
             "batches": f"5, digest {batches_fingerprint(batches)}",
-            "option windows": "[3, 7]", "option keep_first": "4",
+            "option windows": "[3, 7]", "option keep_first": "4", "option loss": "False",
         }  # fmt: skip
         (work / "run.json").write_text(json.dumps({"content": content}))
     ranks.barrier("the folder")
