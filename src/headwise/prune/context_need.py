@@ -47,8 +47,8 @@ def context_need(
 ) -> ContextNeed:
     """For every KV head and window, what is lost when its queries see only the first and the most recent keys.
 
-    Both measures are taken in the model's own pass, one per batch for all windows; what a head is given is that of the
-    model with full attention.
+    Lost weight and change are taken in the model's own pass, one per batch for all windows; what a head is given is
+    that of the model with full attention.
 
     - lost weight: the share of a query's attention weight on the keys that the window hides, from two log-sum-exps,
       1 - exp(lse_window - lse_full); the mean over all tokens and the query heads of the KV head.
@@ -56,8 +56,7 @@ def context_need(
       W_O that read head h. The change is the norm of the sum over the KV head's query heads of W_O^h (z_full -
       z_window), divided by the norm of the sum over all heads of W_O^h z_full (the layer's attention output without
       W_O's bias): a ratio of means over tokens.
-
-    - change of the loss, where asked for: the model runs once more per window and KV head, which alone streams.
+    - change of the loss, with `loss`: the model runs once more for each window and KV head, which alone streams.
 
     Every sequence counts the same, however long it is. In a batch with labels for every token, only the queries that
     predict a label count: those that give a needle's answer, and not the thousands before them.
