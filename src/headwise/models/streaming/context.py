@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ...attention.nn.stack import Decoder
 from ...errors import HeadwiseError, UnsupportedError
 from ...plans import StreamPlan
 from ..hooks import Hooks, check_values
@@ -18,15 +19,19 @@ from ..text_inputs import is_encoder_decoder
 from ..watching import registry
 from ..watching.call_reader import ModelCall, Reading, read
 from ..watching.eager import EagerReading
-from ..watching.head_windows import HeadWindows
 from ..watching.lazy_masks import MaskRecipe
 from ..watching.packing import is_paged
 from ..watching.registry import Replacement, newest_recipe, pass_masks, recipe_of
 from ..watching.sources import Function
 from ..watching.trust import agrees
+from .cached_attention import attend_cached
+from .deferred_keys import DeferredKeys
+from .generation import HeadCacheGeneration
+from .own_decoder import DecoderStreaming
+from .plan_layers import streaming_heads
 
 
-def streaming(model: nn.Module, plan: StreamPlan) -> Streaming:
+def streaming(model: nn.Module, plan: StreamPlan) -> Streaming | DecoderStreaming:
     """Inside `with`, the KV heads of a plan stream: their query heads see only the first and the most recent keys.
 
     The first keys are the first real tokens of a sequence, also behind left padding. All other heads, and layers with a
@@ -34,8 +39,13 @@ def streaming(model: nn.Module, plan: StreamPlan) -> Streaming:
     whatever attn_implementation the model has; code that torch.compile made of it runs uncompiled. Everything is put
     back at the end, also after an exception.
 
+    `model.generate` keeps its keys in a `headwise.HeadCache`, where streaming heads have only the keys that they see. A
+    cache that you choose, by past_key_values or cache_implementation, is used as it is: heads see the same keys, and
+    nothing is saved. So is the cache that a call of the model itself makes.
+
     Args:
-        model: a decoder of transformers whose attention goes through its registry.
+        model: a decoder of transformers whose attention goes through its registry, or a `headwise.Decoder`, whose
+            `cache` and `generate` then keep what the heads see.
         plan: made for this model, by `headwise.stream_plan` or by hand.
 
     Returns:
@@ -47,11 +57,14 @@ def streaming(model: nn.Module, plan: StreamPlan) -> Streaming:
 
     Example:
         >>> with headwise.streaming(model, plan):
-        ...     outputs = model(**inputs)
+        ...     tokens = model.generate(**inputs, max_new_tokens=100)
     """
     if not isinstance(plan, StreamPlan):
         raise HeadwiseError(f"a StreamPlan is expected, as headwise.stream_plan gives it, got {type(plan).__name__}")
     model = inner_model(model)
+    if isinstance(model, Decoder):
+        plan.check_layers(layer_shapes(model), type(model).__name__)
+        return DecoderStreaming(model, plan)
     sites = attention_sites(model)
     check_watchable(model, sites)
     return Streaming(model, plan, _planned_sites(model, plan, sites), sites)
@@ -92,6 +105,7 @@ class Streaming:
         self._tracker = PassTracker(
             model, sites, self._hooks, awaits="attention function", consequence="its heads cannot stream"
         )
+        self._generation = HeadCacheGeneration(model, plan)
         self._checked: set[nn.Module] = set()  # modules whose calls mean what they are read as
 
     def __enter__(self) -> Streaming:
@@ -101,7 +115,7 @@ class Streaming:
             raise HeadwiseError(
                 f"heads of {type(self.model).__name__} stream already; leave that headwise.streaming first"
             )
-        return self._hooks.set(self, self._set_hooks, self._replace)
+        return self._hooks.set(self, self._set_hooks, self._replace, self._generation.install)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -119,21 +133,25 @@ class Streaming:
         self._tracker.follow(modules, lambda owner: pass_masks.begin(), lambda owner, completed: pass_masks.end())
 
     def _replace(self) -> None:
-        windows = layer_windows(self.plan)
+        streams = streaming_heads(self.plan)
         registry.replace_functions(
             {
-                site.module: Replacement(self._answer, windows.get(key), self._tracker.arrive)
+                site.module: Replacement(self._answer, streams.get(key), self._tracker.arrive)
                 for key, site in self._planned.items()
             }
         )
 
     def _restore(self) -> None:
+        self._generation.remove()
         registry.restore_functions(site.module for site in self._planned.values())
 
     def _answer(self, call: ModelCall, eager: Function) -> tuple[Tensor, Any]:
         """Answer an attention call of the model by our own attention."""
         check_values(call.query, call.module, "stream")
         recipe = recipe_of(call.mask)
+        if isinstance(call.key, DeferredKeys):
+            self._check_cached_call(call, call.key, eager, recipe)
+            return attend_cached(call, recipe)
         similar = newest_recipe(call.query.shape[2], call.key.shape[2], has_mask=call.mask is not None)
         self._check_call(call, recipe or similar)
         self._check_reading(call, eager, recipe, similar)
@@ -147,16 +165,25 @@ class Streaming:
         packed = recipe is not None and recipe.sequence_numbers is not None
         if is_paged(call) or packed or call.options.get("cu_seq_lens_q") is not None:
             raise UnsupportedError(f"{name} attends to packed sequences; heads stream with one sequence per row")
-        windows = call.windows
-        if windows is None:
+        if call.streams is None:
             return
-        if call.key.shape[1] != windows.kv_heads:
+        if call.key.shape[1] != call.streams.kv_heads:
             raise UnsupportedError(
-                f"{name} attends with {call.key.shape[1]} KV heads, and the plan has {windows.kv_heads}"
+                f"{name} attends with {call.key.shape[1]} KV heads, and the plan has {call.streams.kv_heads}"
             )
         hides_nothing = recipe.band() == (None, None) if recipe is not None else call.mask is None and not call.causal
         if hides_nothing and call.query.shape[2] > 1:
             raise UnsupportedError(f"{name} attends to later tokens; heads of causal attention alone can stream")
+
+    def _check_cached_call(
+        self, call: ModelCall, key: DeferredKeys, eager: Function, recipe: MaskRecipe | None
+    ) -> None:
+        """Refuse a HeadCache of another plan, and attention that is not plain."""
+        cached = key.cached
+        if call.streams != cached.heads:
+            raise HeadwiseError("this HeadCache was made for another plan than that by which the model streams")
+        if not cached.length and isinstance(call.value, DeferredKeys):
+            self._check_reading(call._replace(key=key.added, value=call.value.added), eager, recipe, None)
 
     def _check_reading(
         self, call: ModelCall, eager: Function, recipe: MaskRecipe | None, similar: MaskRecipe | None
@@ -164,7 +191,7 @@ class Streaming:
         """Refuse a module whose attention, without windows, is not what the model's own code computes."""
         if call.module in self._checked:
             return
-        plain = call._replace(windows=None)
+        plain = call._replace(streams=None)
         reading = read(plain, recipe, similar, cross=False)
         own = EagerReading(plain, eager, reading.options["offset"], reading.comparable, recipe)
         real = self._tracker.real_tokens(call.module, call.query.shape[0], call.query.shape[2], call.key.shape[2])
@@ -179,15 +206,3 @@ class Streaming:
 def _agrees(reading: Reading, own: EagerReading, real: Tensor | None) -> bool:
     fits = real is not None and tuple(real.shape) == (reading.q.shape[0], reading.q.shape[2])
     return agrees(reading, own.exact(), real.to(reading.q.device) if fits and real is not None else None)
-
-
-def layer_windows(plan: StreamPlan) -> dict[tuple[str, int], HeadWindows]:
-    """The windows of every layer in which heads stream, by (kind, layer)."""
-    by_key = {layer[:2]: layer for layer in plan.layers}
-    windows = {}
-    for key, heads in plan.heads.items():
-        full_key = key if isinstance(key, tuple) else (plan.layers[0].kind, key)
-        if heads:
-            kv_heads = by_key[full_key].kv_heads
-            windows[full_key] = HeadWindows(kv_heads, frozenset(heads), plan.window, plan.keep_first)
-    return windows
