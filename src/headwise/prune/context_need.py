@@ -143,7 +143,7 @@ def measure_batches(
 ) -> list[ContextNeed]:
     """The need of every batch. part: (i, n) takes every n-th batch from the i-th on."""
     total = len(inputs) if isinstance(inputs, Sequence) else None
-    if resume is not None and any(is_replaced(module) for module in model.modules()):
+    if resume is not None and _is_streaming(model):
         raise HeadwiseError("resume is for a model with full attention, and heads stream; leave one of the two out")
     files = None if resume is None else NeedFiles(resume, model, settings.to_json())
     measurement = WindowMeasurement(model, settings.windows, settings.keep_first)
@@ -165,6 +165,11 @@ def measure_batches(
     if not needs and part == (0, 1):
         raise HeadwiseError("there are no inputs; give at least one batch or text")
     return needs
+
+
+def _is_streaming(model: nn.Module) -> bool:
+    """Whether this is inside headwise.streaming, of which the model's fingerprint says nothing."""
+    return any(is_replaced(module) or getattr(module, "streams", None) is not None for module in model.modules())
 
 
 def _measure(model: nn.Module, batch: Any, measurement: WindowMeasurement) -> ContextNeed:
