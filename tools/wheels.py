@@ -3,7 +3,7 @@
 The kernel is compiled by `zig cc`, a cross-compiler from PyPI. Nothing of a wheel depends on the version of Python.
 
     python tools/wheels.py build [PLATFORM...]    the wheels, in dist/
-    python tools/wheels.py check                  their tags, libraries, exported names, sizes, and no paths of this machine
+    python tools/wheels.py check                  their tags, libraries, exported names, sizes, no paths of this machine
     python tools/wheels.py run                    the kernel's C driver on the libraries in the wheels, under emulators
     python tools/wheels.py install                this machine's wheel in a new environment, with TESTS
     python tools/wheels.py page                   the results into docs/wheels.md
@@ -30,6 +30,7 @@ sys.path.insert(0, str(ROOT))
 import hatch_build  # noqa: E402
 
 DIST, RESULTS, PAGE = ROOT / "dist", ROOT / "build/wheels.json", ROOT / "docs/wheels.md"
+ZIG = [sys.executable, "-m", "ziglang"]
 CALLS = 40  # of the driver, per instruction set
 LARGEST = 4 << 20  # bytes of a wheel
 ANY = hatch_build.ANY
@@ -76,7 +77,7 @@ PLATFORMS = {
 
 def compiler(platform: Platform) -> list[str]:
     """zig for a platform, without debugging information, which would contain paths."""
-    return [sys.executable, "-m", "ziglang", "cc", "-target", platform.target, "-g0", "-s"]
+    return [*ZIG, "cc", "-target", platform.target, "-g0", "-s"]
 
 
 # ---- build
@@ -200,7 +201,7 @@ def check() -> None:
     results = load_results()
     for name, path in wheels().items():
         results.setdefault(name, {}).update(check_wheel(name, path))
-        print(f"{path.name}: {results[name]}")
+        sys.stdout.write(f"{path.name}: {results[name]}\n")
     save_results(results)
 
 
@@ -214,18 +215,7 @@ def build_driver(platform: Platform, kernel: Path) -> Path:
     if kernel.suffix == ".dll":
         definition, library = folder / "kernel.def", "kernel.lib"
         definition.write_text("\n".join([f"LIBRARY {kernel.name}", "EXPORTS", *sorted(exported_names())]))
-        dlltool = [
-            sys.executable,
-            "-m",
-            "ziglang",
-            "dlltool",
-            "-m",
-            "i386:x86-64",
-            "-d",
-            definition.name,
-            "-l",
-            library,
-        ]
+        dlltool = [*ZIG, "dlltool", "-m", "i386:x86-64", "-d", definition.name, "-l", library]
         subprocess.run(dlltool, check=True, cwd=folder)
     source = ROOT / "tests/kernel/driver.c"
     flags = ["-O2", "-std=gnu11", "-Wall", "-Wextra", f"-I{hatch_build.KERNEL}", str(source), library, "-lm"]
@@ -267,7 +257,7 @@ def run() -> None:
     results = load_results()
     for name, path in wheels().items():
         results.setdefault(name, {})["driver"] = "" if name == ANY else run_driver(name, path)
-        print(f"{name}: {results[name]['driver']}")
+        sys.stdout.write(f"{name}: {results[name]['driver']}\n")
     save_results(results)
 
 
@@ -289,7 +279,7 @@ def install() -> None:
         process = subprocess.run(
             command, cwd=folder, env=environment | {"PYTHONPATH": f"{folder}/tests"}, capture_output=True, text=True
         )
-    print(process.stdout[-3000:])
+    sys.stdout.write(process.stdout[-3000:])
     if process.returncode:
         sys.exit(f"{name} fails its tests")
     results = load_results()

@@ -308,8 +308,8 @@ def _no_eager(*args: Any, **options: Any) -> tuple[Tensor, Any]:
 def _enter(mode: FunctionMode) -> None:
     if count_function_modes is None or pop_function_mode is None or push_function_mode is None:
         raise UnsupportedError(
-            f"torch {torch.__version__} lacks _len_torch_function_stack, _pop_mode or _push_mode in torch.overrides, which "
-            "attention that no class declares needs to be watched; declare the class with headwise.adapt"
+            f"torch {torch.__version__} lacks _len_torch_function_stack, _pop_mode or _push_mode in torch.overrides, "
+            "which attention that no class declares needs to be watched; declare the class with headwise.adapt"
         )
     mode.__enter__()
     _thread.modes.append(mode)
