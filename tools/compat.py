@@ -4,9 +4,9 @@
     python tools/compat.py page              the results into docs/compatibility.md
 
 Each environment is a folder that pip fills, with the wheel of dist/ (make wheels), and that is removed afterwards.
-PyTorch is installed without its dependencies: NVIDIA's libraries, gigabytes that its builds for CUDA need to be imported,
-are taken from the folder COMPAT_NVIDIA. An environment on aarch64 runs in qemu-user, with the root of a Debian arm64
-system that has Python in COMPAT_AARCH64. Interpreters are looked up on the path, as python3.13, and in pyenv.
+PyTorch is installed without its dependencies: NVIDIA's libraries, gigabytes that its builds for CUDA need to be
+imported, are taken from the folder COMPAT_NVIDIA. An environment on aarch64 runs in qemu-user, with the root of a
+Debian arm64 system that has Python in COMPAT_AARCH64. Interpreters are looked up on the path, as python3.13, and in pyenv.
 """
 
 from __future__ import annotations
