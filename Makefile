@@ -7,7 +7,7 @@ STAMP := $(VENV)/.setup
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo examples pictures guide data atlases relations lab lab-pages tools test test-full interop matrix campaign sanitize neon bench \
-        lint lint-js format clean
+        lint lint-js format wheels wheels-check compat clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*## ' Makefile | awk -F ':.*## ' '{printf "make %-10s %s\n", $$1, $$2}'
@@ -102,6 +102,22 @@ sanitize:  ## the kernel's C tests under AddressSanitizer, UBSan and ThreadSanit
 neon:  ## the kernel's C tests in NEON, under an emulator (gcc-aarch64-linux-gnu and qemu-user)
 	CC=aarch64-linux-gnu-gcc $(PYTHON) hatch_build.py driver build/driver-neon $(WARNINGS) -static
 	qemu-aarch64 build/driver-neon 100
+
+# the cross-compiler takes 500 MB, in a .venv of its own
+WHEELS := build/wheels
+wheels:  ## wheels for Linux, macOS and Windows, and one without the kernel, in dist/; each is opened, checked and run
+	test -x $(WHEELS)/bin/python || $(PYTHON) -m venv $(WHEELS)
+	$(WHEELS)/bin/python -m pip install --quiet -c constraints.txt hatchling ziglang auditwheel lief
+	$(WHEELS)/bin/python tools/wheels.py build
+	$(WHEELS)/bin/python tools/wheels.py check
+	$(WHEELS)/bin/python tools/wheels.py run
+
+wheels-check:  ## this machine's wheel in a new environment, with the tests that need no clone; after make wheels
+	$(WHEELS)/bin/python tools/wheels.py install
+
+compat: setup  ## a few tests with other versions of Python, torch and transformers; after make wheels
+	$(BIN)/python tools/compat.py run
+	$(BIN)/python tools/compat.py page
 
 bench: setup  ## speed and memory against the peers
 	$(BIN)/headwise bench

@@ -14,6 +14,7 @@ import pytest
 SKIPS = (
     "the native kernel was not built",  # no C compiler: PyTorch computes the same, and the tests of that run
     "(cc|aarch64-linux-gnu-gcc|qemu-aarch64|qemu-x86_64) is not installed",
+    "ziglang is not installed",  # the cross-compiler of make wheels
     "cc has no sanitizers here",
     "no fork here",
     "HEADWISE_KERNEL=off",  # a test of the native kernel itself; tests/matrix.py has such runs

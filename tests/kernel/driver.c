@@ -5,27 +5,20 @@
    threads call at once. `make sanitize` runs it under ASan, UBSan and TSan, `make neon` under an emulator. */
 #define _GNU_SOURCE
 #include <math.h>
-#include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/mman.h>
-#include <unistd.h>
 
 #include "call.h"
 #include "cpu.h"
 #include "gradients.h"
+#include "system.h"
 
 int headwise_run(const Call *, int);
 int headwise_backward(const Call *, const Gradients *, int);
 const char *headwise_path(int);
 
 enum { MAX_DIM = 64, MAX_BATCH = 2 };
-
-typedef struct {
-    void *pages, *start;
-    size_t size;
-} Buffer; /* ends where an inaccessible page begins; start is NULL if it is empty, as in PyTorch */
 
 static __thread uint64_t state;
 
@@ -42,16 +35,6 @@ static int64_t random_int(int64_t low, int64_t high) { /* both included */
 
 static double uniform(void) { return (next_random() >> 11) * 0x1p-53; }
 static int chance(double probability) { return uniform() < probability; }
-
-static Buffer allocate(size_t bytes) {
-    size_t page = sysconf(_SC_PAGESIZE), size = (bytes + page - 1) / page * page;
-    char *pages = mmap(NULL, size + page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (pages == MAP_FAILED) abort();
-    mprotect(pages + size, page, PROT_NONE);
-    return (Buffer){pages, bytes ? pages + size - bytes : NULL, size + page};
-}
-
-static void release(Buffer b) { munmap(b.pages, b.size); }
 
 static float truncate_to_bf16(float x) {
     uint32_t bits;
@@ -96,7 +79,7 @@ static float load_element(const char *at, int64_t dtype) {
     return x;
 }
 
-static int64_t dtype_size(int64_t dtype) { return dtype == F32 ? 4 : dtype == BOOL ? 1 : 2; }
+static int64_t dtype_size(int64_t dtype) { return dtype == F32 ? 4 : dtype == BOOL8 ? 1 : 2; }
 
 /* A number that is exact in bf16 and in f16. */
 static float random_value(double low, double high) {
@@ -125,7 +108,7 @@ static double mask_bias(const Call *c, int64_t b, int64_t h, int64_t i, int64_t 
     if (!c->mask) return 0;
     const int64_t *s = c->mask_stride;
     const char *at = c->mask + (b * s[0] + h * s[1] + i * s[2] + j * s[3]) * dtype_size(c->mask_dtype);
-    if (c->mask_dtype == BOOL) return *at ? 0 : -INFINITY;
+    if (c->mask_dtype == BOOL8) return *at ? 0 : -INFINITY;
     return load_element(at, c->mask_dtype);
 }
 
@@ -362,14 +345,14 @@ static Buffer random_floats(int64_t count, double low, double high) {
 
 static Buffer random_mask(Call *c) {
     int64_t b = chance(0.5) ? c->batch : 1, h = chance(0.5) ? c->heads : 1, i = chance(0.7) ? c->queries : 1;
-    c->mask_dtype = random_int(F32, BOOL);
+    c->mask_dtype = random_int(F32, BOOL8);
     Buffer mask = allocate(b * h * i * c->keys * dtype_size(c->mask_dtype));
     int padding = i == 1 && h == 1 && chance(0.5);
     int64_t only = chance(0.5) ? random_int(0, i) : -1; /* the only query that may see the first keys */
     for (int64_t x = 0; x < b * h * i * c->keys; x++) {
         int shown = padding ? x % c->keys >= 3 : chance(0.6);
         if (only >= 0 && x % c->keys < 4 && x / c->keys % i != only) shown = 0;
-        if (c->mask_dtype == BOOL) ((char *)mask.start)[x] = shown;
+        if (c->mask_dtype == BOOL8) ((char *)mask.start)[x] = shown;
         else {
             float bias = shown ? random_value(0, 1) : -INFINITY;
             store_element((char *)mask.start + x * dtype_size(c->mask_dtype), c->mask_dtype, bias);
@@ -578,7 +561,7 @@ static void test_gradients(Case *x, int path, int64_t wrong[CHECKS]) {
     g.dk = own(x, allocate(keys * c->dim * size));
     g.dv = own(x, allocate(keys * c->value_dim * size));
     g.delta = chance(0.5) ? own(x, allocate(rows * sizeof(float))) : NULL;
-    int64_t masked = c->mask && c->mask_dtype != BOOL && c->softcap == 0 && chance(0.7) ? count_mask_elements(c) : 0;
+    int64_t masked = c->mask && c->mask_dtype != BOOL8 && c->softcap == 0 && chance(0.7) ? count_mask_elements(c) : 0;
     memcpy(g.dmask_stride, c->mask_stride, sizeof g.dmask_stride);
     if (masked) g.dmask = own(x, allocate(masked * sizeof(float)));
     wrong[STATUS] += headwise_backward(c, &g, path) != (c->scale > 1 ? DECLINED : 0);
@@ -647,11 +630,11 @@ static int test_cpu_features(void) {
 static uint64_t seed = 1;
 
 /* Random calls in one of several threads; returns how many were wrong. */
-static void *run_calls(void *number) {
-    state = seed * 1000 + (uintptr_t)number;
-    intptr_t wrong = 0;
+static int run_calls(int number) {
+    state = seed * 1000 + number;
+    int wrong = 0;
     for (int i = 0; i < 20; i++) wrong += test_random_call(0, 900);
-    return (void *)wrong;
+    return wrong;
 }
 
 int main(int argc, char **argv) {
@@ -662,13 +645,7 @@ int main(int argc, char **argv) {
         for (int i = 0; i < calls; i++) wrong += test_random_call(path, i % 5 ? 700 : 3000);
         printf("%s: %d calls\n", headwise_path(path), calls);
     }
-    pthread_t threads[4];
-    for (intptr_t i = 0; i < 4; i++) pthread_create(threads + i, NULL, run_calls, (void *)(i + 1));
-    for (int i = 0; i < 4; i++) {
-        void *result;
-        pthread_join(threads[i], &result);
-        wrong += (int)(intptr_t)result;
-    }
+    wrong += run_at_once(run_calls, 4);
     printf("%d wrong\n", wrong);
     return wrong != 0;
 }

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import shutil
 import subprocess
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -111,5 +113,62 @@ def test_library_whose_layout_differs_from_python_is_not_loaded(monkeypatch, nam
 
 @needs_kernel
 def test_binary_needs_no_symbols_of_the_compilers_runtime_to_detect_the_processor():
-    binary = (library.FOLDER / "kernel.so").read_bytes()
+    binary = (library.FOLDER / library.BINARY).read_bytes()
     assert b"headwise_run" in binary and b"__cpu_model" not in binary and b"__cpu_indicator_init" not in binary
+
+
+@needs_kernel
+def test_binary_does_not_name_the_folder_in_which_it_was_built():
+    assert str(ROOT).encode() not in (library.FOLDER / library.BINARY).read_bytes()
+
+
+@needs_kernel
+def test_explain_names_the_instruction_sets_of_the_build():
+    loaded = library.library()
+    assert set(loaded.paths) <= set(loaded.build) and loaded.build[-1] == "plain"
+    words = ", ".join(library.WORDS[name] for name in loaded.build)
+    assert library.explain(None).endswith(f"(this build has {words})")
+
+
+@pytest.mark.parametrize(
+    ("platform", "name"),
+    [
+        ("manylinux_2_17_aarch64", "kernel.so"),
+        ("linux-x86_64", "kernel.so"),
+        ("freebsd-14.1-amd64", "kernel.so"),
+        ("macosx_11_0_arm64", "kernel.dylib"),
+        ("macosx-14.0-arm64", "kernel.dylib"),
+        ("win_amd64", "kernel.dll"),
+        ("win-amd64", "kernel.dll"),
+        ("win32", "kernel.dll"),
+    ],
+)
+def test_binary_has_the_file_name_that_its_platform_expects(hatch_build, platform, name):
+    assert hatch_build.binary_name(platform) == name
+
+
+def test_binary_name_of_this_platform_is_the_one_that_python_loads(hatch_build):
+    assert hatch_build.binary_name(sysconfig.get_platform()) == library.BINARY
+
+
+@pytest.mark.parametrize(
+    ("compiler", "reason"), [("", "no C compiler was found"), ("false", "false failed"), ("/no/such/cc", "/no/such/cc")]
+)
+def test_explain_says_why_the_kernel_could_not_be_built(hatch_build, monkeypatch, tmp_path, compiler, reason):
+    monkeypatch.setenv("PATH", str(tmp_path) if not compiler else os.environ["PATH"])
+    monkeypatch.setenv("CC", compiler)
+    (tmp_path / library.BINARY).write_text("of an earlier build")
+    problem = hatch_build.try_build(tmp_path / library.BINARY)
+    assert problem is not None and reason in problem
+    monkeypatch.setattr(library, "FOLDER", tmp_path)
+    assert library.library.__wrapped__() == f"the native kernel was not built: {problem}"
+
+
+def test_wheel_for_any_platform_has_a_note_in_the_place_of_the_kernel(hatch_build, monkeypatch, tmp_path):
+    hook, build_data = hatch_build.NativeKernel(), {"force_include": {}}
+    hook.folder = tmp_path
+    note = hook.include_kernel("any", "kernel.so", build_data)
+    ((source, place),) = build_data["force_include"].items()
+    assert place == "headwise/attention/backends/native/kernel.txt" and Path(source).read_text() == note
+    monkeypatch.setattr(library, "FOLDER", tmp_path)
+    assert "install one for yours" in library.library.__wrapped__()

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from . import dispatch
 from .backends.composite import gradients
@@ -21,6 +20,7 @@ from .backends.native import library
 from .call import AttentionCall, StatsRequest, build_call, build_request
 from .options import Band, KeepFirst, Window
 from .stats import COLUMNS, SHARE, HeadStats
+from .torch_internals import dispatch_modes
 
 SCHEMA = (
     "(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? offsets, Tensor? starts, Tensor? ends, Tensor? slopes, "
@@ -193,7 +193,7 @@ def count_operations() -> None:
     if operator not in flops.flop_registry:
         formula = flops.register_flop_formula(operator)
         formula(lambda q, k, v, *others, out_shape=None, **keywords: flops.sdpa_flop_count(q, k, v))
-    for mode in _get_current_dispatch_mode_stack():
+    for mode in dispatch_modes():
         formulas = getattr(getattr(mode, "counter", None), "flop_registry", None)
         if isinstance(formulas, dict):
             formulas.setdefault(operator, flops.flop_registry[operator])

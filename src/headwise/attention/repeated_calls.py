@@ -21,11 +21,11 @@ from .backends.triton import launch
 from .call import build_call
 from .head_layout import split_heads
 from .options import KeepFirst, Window
+from .torch_internals import TensorGuards
 from .torch_modes import PLAIN_TENSORS, in_forward_mode, in_transform, is_observed
 
 MAX_TEMPLATES = 1024
 NUMBERS = int, float, NoneType
-TensorGuards: Any = getattr(torch._C._dynamo.guards, "TensorGuards", None)  # not a stable interface of PyTorch
 
 _templates: dict[Any, Template] = {}  # by sizes, strides, dtypes and options
 _latest: dict[Any, tuple[Any, Template]] = {}  # by options: guards that recognise tensors like the latest ones

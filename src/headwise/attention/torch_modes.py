@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad, profiler
-from torch.utils._device import DeviceContext
+
+from .torch_internals import DeviceContext
 
 PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
 

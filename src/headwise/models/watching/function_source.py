@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
-from torch.overrides import _len_torch_function_stack, _pop_mode, _push_mode
 
 from ...attention import functional
 from ...attention.stats import HeadStats, stats_from_weights
+from ...attention.torch_internals import count_function_modes, pop_function_mode, push_function_mode
 from ...errors import UnsupportedError
 from ..hooks import Hooks, check_values
 from ..passes import in_backward
@@ -305,6 +306,11 @@ def _no_eager(*args: Any, **options: Any) -> tuple[Tensor, Any]:
 
 
 def _enter(mode: FunctionMode) -> None:
+    if count_function_modes is None or pop_function_mode is None or push_function_mode is None:
+        raise UnsupportedError(
+            f"torch {torch.__version__} lacks _len_torch_function_stack, _pop_mode or _push_mode in torch.overrides, "
+            "which attention that no class declares needs to be watched; declare the class with headwise.adapt"
+        )
     mode.__enter__()
     _thread.modes.append(mode)
 
@@ -314,8 +320,9 @@ def _leave(mode: FunctionMode) -> None:
     if mode not in _thread.modes:
         return
     _thread.modes.remove(mode)
+    assert count_function_modes and pop_function_mode and push_function_mode  # _enter refuses
     others = []
-    while _len_torch_function_stack() and (top := _pop_mode()) is not mode:
+    while count_function_modes() and (top := pop_function_mode()) is not mode:
         others.append(top)
     for other in reversed(others):
-        _push_mode(other)
+        push_function_mode(other)

@@ -506,7 +506,7 @@ static int visible_span(const Call *call, int64_t batch, int64_t *low, int64_t *
     for (*low = min(sequence_start(call, batch), end); *low < end && !mask_shows(x + *low * step, call->mask_dtype);) ++*low;
     for (*high = end; *high > *low && !mask_shows(x + (*high - 1) * step, call->mask_dtype);) --*high;
     int64_t j = *low;
-    while (call->mask_dtype == BOOL && j < *high && x[j * step]) j++;
+    while (call->mask_dtype == BOOL8 && j < *high && x[j * step]) j++;
     return j == *high;
 }
 

@@ -8,7 +8,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-enum { F32, BF16, F16, BOOL }; /* dtypes of tensors; BOOL is for masks only */
+enum { F32, BF16, F16, BOOL8 }; /* dtypes of tensors; BOOL8 is for masks only */
 enum { MAX_CLASSES = 8, MAX_STRONGEST = 16, DROPOUT_RANGE = 1 << 16 };
 
 /* The statistics of a row of attention, in the order of the columns of Call.sums. The shares of the key classes follow.

@@ -37,7 +37,7 @@ static double exact_dot(const Call *call, const char *q, const char *k, int *fin
 static double exact_bias(const Call *call, int64_t batch, const Row *row, int64_t j) {
     if (!is_visible(call, batch, row, j)) return -INFINITY;
     double bias = call->slopes ? -(double)call->slopes[row->head] * fabs((double)(j - row->position)) : 0;
-    if (!call->mask || call->mask_dtype == BOOL) return bias;
+    if (!call->mask || call->mask_dtype == BOOL8) return bias;
     return bias + load_scalar(mask_at(call, batch, row, j), call->mask_dtype);
 }
 

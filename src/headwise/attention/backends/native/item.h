@@ -204,12 +204,12 @@ static const char *mask_at(const Call *call, int64_t batch, const Row *row, int6
 }
 
 static int mask_shows(const char *x, int64_t dtype) {
-    return dtype == BOOL ? *x != 0 : load_scalar(x, dtype) != -INFINITY;
+    return dtype == BOOL8 ? *x != 0 : load_scalar(x, dtype) != -INFINITY;
 }
 
 /* Whether scores differ from the products of queries and keys, so that the largest product is not m. */
 static int adjusts_scores(const Call *call) {
-    return call->softcap > 0 || call->slopes || (call->mask && call->mask_dtype != BOOL);
+    return call->softcap > 0 || call->slopes || (call->mask && call->mask_dtype != BOOL8);
 }
 
 static int is_visible(const Call *call, int64_t batch, const Row *row, int64_t j) {

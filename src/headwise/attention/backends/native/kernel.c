@@ -6,13 +6,12 @@
 #include "call.h"
 #include "cpu.h"
 #include "plan.h"
+#include "platform.h"
 #include "threads.h"
 
 #ifndef HEADWISE_SOURCE
 #define HEADWISE_SOURCE "" /* hash of the sources, so that Python notices a stale binary */
 #endif
-
-#define EXPORT __attribute__((visibility("default")))
 
 enum { OK, NO_SUCH_PATH, OUT_OF_MEMORY, DECLINED }; /* returned by headwise_run and headwise_backward */
 
@@ -41,6 +40,17 @@ __attribute__((constructor)) static void find_paths(void) {
     paths[count++] = &headwise_plain;
 }
 
+/* The names of all that this binary has: what wheels of this platform can run at best. */
+EXPORT const char *headwise_build(void) {
+#if defined(__x86_64__)
+    return "avx512 avx2 plain";
+#elif defined(__aarch64__)
+    return "neon plain";
+#else
+    return "plain";
+#endif
+}
+
 static const Path *path_at(int index) { return index >= 0 && index < 3 ? paths[index] : NULL; }
 
 EXPORT const char *headwise_path(int index) { return path_at(index) ? path_at(index)->name : NULL; }
@@ -64,7 +74,7 @@ EXPORT int headwise_borrow(OmpParallel *parallel, OmpThreadNumber *thread_number
 /* Pointers are not checked: those of empty tensors are NULL. */
 static void check_preconditions(const Call *call) {
     assert(call->kv_heads > 0 && call->heads % call->kv_heads == 0);
-    assert(call->dtype >= F32 && call->dtype < BOOL && call->mask_dtype >= F32 && call->mask_dtype <= BOOL);
+    assert(call->dtype >= F32 && call->dtype < BOOL8 && call->mask_dtype >= F32 && call->mask_dtype <= BOOL8);
     assert(call->out_stride[3] == 1);
     assert(call->class_count >= 0 && call->class_count <= MAX_CLASSES);
     assert(call->strongest_count >= 0 && call->strongest_count <= MAX_STRONGEST);

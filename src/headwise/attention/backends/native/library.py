@@ -7,6 +7,7 @@ import hashlib
 import math
 import os
 import struct
+import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -27,6 +28,8 @@ from ..protocol import NO_EXTRA, ExtraOutputs, Outputs, StrongestKeys
 NAME = "native"
 FOLDER = Path(__file__).parent
 FORCE = "HEADWISE_KERNEL"  # an instruction set by name, or "off"
+BINARY = {"darwin": "kernel.dylib", "win32": "kernel.dll"}.get(sys.platform, "kernel.so")  # see hatch_build.py
+NOTE = "kernel.txt"  # in its place: why it is missing
 THREADS = "HEADWISE_THREADS"  # "own": never PyTorch's
 NO_MEMORY = "no memory for the attention's working space"
 REBUILD = "reinstall headwise (in a clone: python hatch_build.py)"
@@ -41,28 +44,30 @@ MAX_CLASSES, MAX_STRONGEST = 8, 16  # the same in call.h
 
 
 class Library(NamedTuple):
-    """A loaded binary, and the instruction sets that it has and this processor can run, the fastest first."""
+    """A loaded binary and its instruction sets, the fastest first."""
 
     code: ctypes.CDLL
-    paths: list[str]
+    paths: list[str]  # those that this processor can run
+    build: list[str]  # all
 
 
 @cache
 def library() -> Library | str:
     """The binary, or why there is none."""
-    binary = FOLDER / "kernel.so"
+    binary, note = FOLDER / BINARY, FOLDER / NOTE
     if not binary.exists():
-        return f"the native kernel was not built; with a C compiler at hand, {REBUILD}"
+        reason = note.read_text() if note.exists() else f"with a C compiler at hand, {REBUILD}"
+        return f"the native kernel was not built: {reason}"
     try:
         code = ctypes.CDLL(str(binary))
     except OSError as error:
         return f"the native kernel cannot be loaded ({error})"
-    code.headwise_source.restype = code.headwise_path.restype = ctypes.c_char_p
+    for function in (code.headwise_source, code.headwise_path, code.headwise_statistics, code.headwise_build):
+        function.restype = ctypes.c_char_p
     code.headwise_run.argtypes = [ctypes.c_char_p, ctypes.c_int]
     code.headwise_backward.argtypes = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_int]
     if code.headwise_source().decode() != _source_hash():
         return f"the native kernel is stale, its source has changed: {REBUILD}"
-    code.headwise_statistics.restype = ctypes.c_char_p
     layout = (ctypes.c_int64 * 5).in_dll(code, "headwise_layout")
     assert tuple(layout) == (FORM.size, FORM.size + POINTERS.size, MAX_CLASSES, MAX_STRONGEST, GRADIENTS.size)
     assert tuple(code.headwise_statistics().decode().split()) == COLUMNS
@@ -70,7 +75,7 @@ def library() -> Library | str:
     paths: list[str] = []
     while name := code.headwise_path(len(paths)):
         paths.append(name.decode())
-    return Library(code, paths)
+    return Library(code, paths, code.headwise_build().decode().split())
 
 
 def borrow_threads(code: ctypes.CDLL, whose: str | None = None) -> bool:
@@ -153,7 +158,9 @@ def why_not(q: Tensor, call: AttentionCall, extra: ExtraOutputs = NO_EXTRA) -> s
 
 def explain(call: AttentionCall) -> str:
     """How the kernel computes a call, in words."""
-    return f"one pass in {choice().name}"
+    loaded = library()
+    assert not isinstance(loaded, str)
+    return f"one pass in {choice().name} (this build has {', '.join(WORDS[name] for name in loaded.build)})"
 
 
 class Template(NamedTuple):

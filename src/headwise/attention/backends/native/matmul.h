@@ -14,8 +14,8 @@ enum { INTO_L2 = 2 /* of __builtin_prefetch: more lines can be on their way to t
    prefetched once more when they are so many rows ahead. */
 enum { ROWS_AHEAD_AGAIN = 8 };
 
-/* c (rows x vectors * LANES) = a (rows x n) b (n x vectors * LANES), or += if `accumulate`. b is of any dtype but BOOL;
-   for BF16 the columns of c come in the order of load_of_pair. If `prefetch`, the cache lines `ahead` elements after
+/* c (rows x vectors * LANES) = a (rows x n) b (n x vectors * LANES), or += if `accumulate`. b is of any dtype but
+   BOOL8; for BF16 the columns of c come in the order of load_of_pair. If `prefetch`, the cache lines `ahead` elements after
    each row of b are fetched, a few per step, since only few can be in flight. */
 INLINE void tile(const int dtype, const int rows, const int vectors, const float *restrict a, int64_t lda, int64_t step,
                  const char *restrict b, int64_t ldb, float *restrict c, int64_t ldc, int64_t n, const int accumulate,

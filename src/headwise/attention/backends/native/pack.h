@@ -17,7 +17,7 @@ INLINE void read_vectors(const int dtype, float *y, const char *x, int64_t n, fl
     if (n % LANES) store(y + n - LANES, load_vector(dtype, x, n - LANES) * factor);
 }
 
-/* y = factor * x for n elements of any dtype but BOOL and any stride. */
+/* y = factor * x for n elements of any dtype but BOOL8 and any stride. */
 static void read_row(float *y, const char *x, int64_t dtype, int64_t stride, int64_t n, float factor) {
     if (stride != 1 || n < LANES)
         for (int64_t i = 0, size = dtype_size(dtype); i < n; i++)

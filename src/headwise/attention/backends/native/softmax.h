@@ -11,7 +11,7 @@ static int load_mask(float *bias, const Item *item, const Row *row, int64_t from
     const char *x = mask_at(call, item->batch, row, from);
     int64_t dtype = call->mask_dtype, step = call->mask_stride[3], j = 0;
     vint shown = {0};
-    if (dtype == BOOL) {
+    if (dtype == BOOL8) {
         if (step == 1)
             for (int64_t i = 0; i < n; i++) bias[i] = x[i] ? 0.0f : -INFINITY;
         else
@@ -25,7 +25,7 @@ static int load_mask(float *bias, const Item *item, const Row *row, int64_t from
         shown |= y != splat(-INFINITY);
         /* -FLT_MAX times LOG2E must not become -inf: it hides nothing */
         vfloat clamped = vec_max(-limit, -vec_max(-limit, -(y * LOG2E)));
-        if (dtype != BOOL) store(bias + j, blend(size <= limit, clamped, y));
+        if (dtype != BOOL8) store(bias + j, blend(size <= limit, clamped, y));
     }
     return any_true(shown);
 }

@@ -1,11 +1,10 @@
 /* The threads: a pool of our own, or those of PyTorch's OpenMP runtime; and the scratch memory of each thread. */
 #include "threads.h"
 
-#include <pthread.h>
 #include <stdatomic.h>
-#include <stdio.h>
 #include <stdlib.h>
-#include <string.h>
+
+#include "platform.h"
 
 enum { MAX_THREADS = 256, CACHE_LINE = 64, SPINS = 200 };
 enum { MAX_CACHED_SCRATCH = 8 << 20 /* bytes: larger scratch memory is freed after the call */ };
@@ -38,43 +37,27 @@ static _Atomic(OmpParallel *) omp_parallel;
 static _Atomic(OmpThreadNumber *) omp_thread_number;
 
 static struct {
-    pthread_mutex_t lock;
-    pthread_cond_t wake, done;
+    Mutex lock;
+    Condition wake, done;
     Job *job;               /* NULL: none */
     atomic_long generation; /* counts jobs */
     atomic_int working;     /* workers inside of the job */
     int threads;            /* of the job: workers with a higher number sleep on */
     int started;            /* workers; numbered from 1, the caller is 0 */
-} pool = {.lock = PTHREAD_MUTEX_INITIALIZER, .wake = PTHREAD_COND_INITIALIZER, .done = PTHREAD_COND_INITIALIZER};
+} pool = {.lock = MUTEX_INITIALIZER, .wake = CONDITION_INITIALIZER, .done = CONDITION_INITIALIZER};
 
-static pthread_mutex_t pool_in_use = PTHREAD_MUTEX_INITIALIZER; /* held by the caller whose job the pool runs */
-static pthread_key_t scratch_key;
+static Mutex pool_in_use = MUTEX_INITIALIZER; /* held by the caller whose job the pool runs */
+static ThreadPointer scratch_of_thread;
 static atomic_int forked; /* whether the OpenMP threads of this process may be ones that exist only in a parent */
 
 /* ---- processes ---- */
 
-/* Whether this process was forked and has not called exec since. Linux keeps the answer in the flags of the process
-   (PF_FORKNOEXEC); a process that called exec has other flags. Where they cannot be read, or a sandbox shows 0, the
-   answer is the safe one. */
-static int forked_without_exec(void) {
-    enum { PF_FORKNOEXEC = 0x40 };
-    char text[512];
-    unsigned flags = 0;
-    FILE *file = fopen("/proc/self/stat", "re");
-    if (!file) return 1;
-    text[fread(text, 1, sizeof text - 1, file)] = 0;
-    fclose(file);
-    const char *rest = strrchr(text, ')'); /* end of the program's name, which may contain anything */
-    if (!rest || sscanf(rest + 1, " %*c %*d %*d %*d %*d %*d %u", &flags) != 1) return 1;
-    return !flags || flags & PF_FORKNOEXEC;
-}
-
 /* The child of a fork has no workers, and whoever held a lock is gone. */
 static void after_fork(void) {
-    pthread_mutex_init(&pool.lock, NULL);
-    pthread_mutex_init(&pool_in_use, NULL);
-    pthread_cond_init(&pool.wake, NULL);
-    pthread_cond_init(&pool.done, NULL);
+    init_mutex(&pool.lock);
+    init_mutex(&pool_in_use);
+    init_condition(&pool.wake);
+    init_condition(&pool.done);
     pool.job = NULL;
     pool.started = 0;
     atomic_store(&pool.working, 0);
@@ -82,17 +65,17 @@ static void after_fork(void) {
     atomic_store(&forked, 1);
 }
 
-static void free_scratch(void *x) {
-    Scratch *scratch = x;
-    free(scratch->memory);
+static void free_scratch(Scratch *scratch) {
+    free_aligned(scratch->memory);
     free(scratch);
 }
+DEFINE_RELEASE(release_scratch, free_scratch)
 
 /* When the library is loaded, not at the first call: PyTorch may run its threads and fork in between. Nobody noticed a
    fork from before; the operating system is asked for it. */
 __attribute__((constructor)) static void watch_forks(void) {
-    pthread_key_create(&scratch_key, free_scratch);
-    pthread_atfork(NULL, NULL, after_fork);
+    create_thread_pointer(&scratch_of_thread, release_scratch);
+    call_after_fork(after_fork);
     atomic_store(&forked, forked_without_exec());
 }
 
@@ -107,18 +90,16 @@ int headwise_use_openmp(OmpParallel *parallel, OmpThreadNumber *thread_number) {
 
 /* This thread's scratch memory of at least so many bytes, without packed keys; NULL where memory ran out. */
 static Scratch *get_scratch(int64_t bytes) {
-    Scratch *scratch = pthread_getspecific(scratch_key);
+    Scratch *scratch = get_thread_pointer(scratch_of_thread);
     if (!scratch) {
         scratch = calloc(1, sizeof *scratch);
         if (!scratch) return NULL;
-        pthread_setspecific(scratch_key, scratch);
+        set_thread_pointer(scratch_of_thread, scratch);
     }
     if (scratch->size < bytes) {
-        void *memory = NULL;
-        free(scratch->memory);
-        if (posix_memalign(&memory, SCRATCH_ALIGN, bytes)) memory = NULL;
-        scratch->memory = memory;
-        scratch->size = memory ? bytes : 0;
+        free_aligned(scratch->memory);
+        scratch->memory = allocate_aligned(SCRATCH_ALIGN, bytes);
+        scratch->size = scratch->memory ? bytes : 0;
     }
     scratch->packed_head = -1;
     return scratch->memory ? scratch : NULL;
@@ -136,7 +117,7 @@ static void work(Job *job, int thread) {
             job->run_item(job->call, job->plan, next, scratch);
     }
     if (scratch->size > MAX_CACHED_SCRATCH) {
-        free(scratch->memory);
+        free_aligned(scratch->memory);
         scratch->memory = NULL;
         scratch->size = 0;
     }
@@ -147,53 +128,47 @@ static void work_in_openmp(void *job) { work(job, atomic_load(&omp_thread_number
 
 /* ---- our own pool ---- */
 
-static void *worker(void *number) {
-    int thread = (int)(intptr_t)number;
+static void worker(int thread) {
     long seen = 0; /* the last generation that this worker need not look at */
     for (;;) {
         for (int i = 0; i < SPINS && atomic_load(&pool.generation) == seen; i++) PAUSE();
-        pthread_mutex_lock(&pool.lock);
+        lock_mutex(&pool.lock);
         while (!pool.job || atomic_load(&pool.generation) == seen || thread >= pool.threads) {
             if (!pool.job) seen = atomic_load(&pool.generation);
-            pthread_cond_wait(&pool.wake, &pool.lock);
+            wait_for(&pool.wake, &pool.lock);
         }
         seen = atomic_load(&pool.generation);
         Job *job = pool.job;
         atomic_fetch_add(&pool.working, 1);
-        pthread_mutex_unlock(&pool.lock);
+        unlock_mutex(&pool.lock);
         work(job, thread);
-        pthread_mutex_lock(&pool.lock);
+        lock_mutex(&pool.lock);
         atomic_fetch_sub(&pool.working, 1);
-        pthread_cond_signal(&pool.done);
-        pthread_mutex_unlock(&pool.lock);
+        signal_one(&pool.done);
+        unlock_mutex(&pool.lock);
     }
-    return NULL;
 }
+DEFINE_THREAD(worker_thread, worker)
 
 static void start_workers(int count) {
-    pthread_attr_t attributes;
-    pthread_attr_init(&attributes);
-    pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
-    for (pthread_t thread; pool.started < count; pool.started++)
-        if (pthread_create(&thread, &attributes, worker, (void *)(intptr_t)(pool.started + 1))) break;
-    pthread_attr_destroy(&attributes);
+    while (pool.started < count && start_thread(worker_thread, pool.started + 1)) pool.started++;
 }
 
 /* The caller works as thread 0; workers that have not woken by the time it is done are not waited for. */
 static void run_in_pool(Job *job) {
-    pthread_mutex_lock(&pool.lock);
+    lock_mutex(&pool.lock);
     start_workers(job->threads - 1);
     pool.job = job;
     pool.threads = job->threads;
     atomic_fetch_add(&pool.generation, 1);
-    pthread_cond_broadcast(&pool.wake);
-    pthread_mutex_unlock(&pool.lock);
+    signal_all(&pool.wake);
+    unlock_mutex(&pool.lock);
     work(job, 0);
     for (int i = 0; i < SPINS && atomic_load(&pool.working); i++) PAUSE();
-    pthread_mutex_lock(&pool.lock);
+    lock_mutex(&pool.lock);
     pool.job = NULL;
-    while (atomic_load(&pool.working)) pthread_cond_wait(&pool.done, &pool.lock);
-    pthread_mutex_unlock(&pool.lock);
+    while (atomic_load(&pool.working)) wait_for(&pool.done, &pool.lock);
+    unlock_mutex(&pool.lock);
 }
 
 /* ---- one call ---- */
@@ -215,7 +190,7 @@ int headwise_run_items(RunItem *run_item, const Call *call, const Plan *plan) {
     Job job = {.run_item = run_item, .call = call, .plan = plan, .ranges = ranges};
     job.threads = choose_threads(call, plan);
     OmpParallel *parallel = atomic_load(&omp_parallel);
-    int alone = job.threads == 1 || (!parallel && pthread_mutex_trylock(&pool_in_use));
+    int alone = job.threads == 1 || (!parallel && !try_lock_mutex(&pool_in_use));
     if (alone) job.threads = 1;
     for (int i = 0; i < job.threads; i++) {
         atomic_init(&ranges[i].next, plan->runs * i / job.threads);
@@ -227,7 +202,7 @@ int headwise_run_items(RunItem *run_item, const Call *call, const Plan *plan) {
         parallel(work_in_openmp, &job, job.threads, 0);
     } else {
         run_in_pool(&job);
-        pthread_mutex_unlock(&pool_in_use);
+        unlock_mutex(&pool_in_use);
     }
     return atomic_load(&job.failed);
 }

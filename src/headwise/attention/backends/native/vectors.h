@@ -292,7 +292,7 @@ INLINE vfloat load_f16(const uint16_t *x) {
 #endif
 }
 
-INLINE int64_t dtype_size(int64_t dtype) { return dtype == F32 ? 4 : dtype == BOOL ? 1 : 2; }
+INLINE int64_t dtype_size(int64_t dtype) { return dtype == F32 ? 4 : dtype == BOOL8 ? 1 : 2; }
 
 /* LANES consecutive elements from x[i] on. */
 INLINE vfloat load_vector(const int dtype, const char *x, int64_t i) {

@@ -1,0 +1,47 @@
+"""Names that are private to PyTorch and read at import, and what serves where a version of PyTorch lacks one.
+
+Everything else of PyTorch that is imported at the top of a module is public.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+# where each name is, and what is lost without it
+NAMES = {
+    "DeviceContext": "torch.utils._device",  # speed: a default device then counts as a mode that records operators
+    "register_pytree_node": "torch.utils._pytree",  # statistics as outputs of torch.export
+    "_get_current_dispatch_mode_stack": "torch.utils._python_dispatch",  # FLOPs in a counter that is already counting
+    "TensorGuards": "torch._C._dynamo.guards",  # speed: repeated calls are recognised in Python
+    "_len_torch_function_stack": "torch.overrides",  # watching attention that no class declares, without all three
+    "_pop_mode": "torch.overrides",
+    "_push_mode": "torch.overrides",
+}
+
+
+class _NoMode:
+    """The type of no mode."""
+
+
+def _find(name: str, fallback: Any = None) -> Any:
+    """The object of that name in NAMES, or the fallback."""
+    parent, _, last = NAMES[name].rpartition(".")
+    try:
+        module = import_module(NAMES[name])
+    except ImportError:  # a part of torch._C is an attribute, and no module that can be imported
+        try:
+            module = getattr(import_module(parent), last)
+        except (ImportError, AttributeError):
+            return fallback
+    return getattr(module, name, fallback)
+
+
+DeviceContext: Any = _find("DeviceContext", _NoMode)
+register_pytree_node: Callable[..., None] = _find("register_pytree_node", lambda *args, **options: None)
+dispatch_modes: Callable[[], list[Any]] = _find("_get_current_dispatch_mode_stack", list)
+TensorGuards: Any = _find("TensorGuards")
+count_function_modes: Callable[[], int] | None = _find("_len_torch_function_stack")
+pop_function_mode: Callable[[], Any] | None = _find("_pop_mode")
+push_function_mode: Callable[[Any], None] | None = _find("_push_mode")
