@@ -86,8 +86,11 @@ def by_hand(family: str, batch: dict[str, Tensor]) -> tuple[np.ndarray, np.ndarr
             lambda _, args, out, module=module, columns=columns: values.update({module: out[..., columns]})
         )
     with torch.no_grad():
-        weights = model(**batch, output_attentions=True).attentions
-    real = batch["attention_mask"].bool()
+        inputs = {name: x for name, x in batch.items() if name != "labels"}
+        weights = model(**inputs, output_attentions=True).attentions
+    real = counted = batch["attention_mask"].bool()
+    if "labels" in batch:
+        counted = torch.cat([batch["labels"][:, 1:] != -100, torch.zeros(len(real), 1, dtype=torch.bool)], 1)
     query, key = torch.arange(LENGTH)[:, None], torch.arange(LENGTH)
     first = key - real.long().argmax(1)[:, None]  # (B, T): the number of a key in its sequence
     lost, change = [], []
@@ -105,12 +108,18 @@ def by_hand(family: str, batch: dict[str, Tensor]) -> tuple[np.ndarray, np.ndarr
             full = torch.einsum("bhtd,ohd->bhto", w @ v, columns)
             difference = full - torch.einsum("bhtd,ohd->bhto", shown @ v, columns)
             norms = difference.unflatten(1, (kv_heads, -1)).sum(2).norm(dim=-1)  # (B, KV heads, T)
-            whole = full.sum(1).norm(dim=-1)[real].sum()
-            lost_rows.append(hidden.unflatten(1, (kv_heads, -1)).mean(2).transpose(1, 2)[real].mean(0))
-            change_rows.append(norms.transpose(1, 2)[real].sum(0) / whole)
+            hidden = hidden.unflatten(1, (kv_heads, -1)).mean(2)  # (B, KV heads, T)
+            lost_rows.append(mean_per_sequence(hidden, counted).mean(0))
+            whole = mean_per_sequence(full.sum(1).norm(dim=-1)[:, None], counted).mean(0)
+            change_rows.append(mean_per_sequence(norms, counted).mean(0) / whole)
         lost.append(torch.stack(lost_rows))
         change.append(torch.stack(change_rows))
     return torch.stack(lost).numpy(), torch.stack(change).numpy()
+
+
+def mean_per_sequence(values: Tensor, counted: Tensor) -> Tensor:
+    """(B, KV heads, T) -> (B, KV heads): the mean over the tokens that count."""
+    return torch.stack([row[:, tokens].mean(1) for row, tokens in zip(values, counted, strict=True)])
 
 
 def stacked(tables: dict[int, Any]) -> np.ndarray:
@@ -128,6 +137,18 @@ def test_lost_weight_and_change_equal_those_from_eager_weights(family: str, side
     np.testing.assert_allclose(stacked(need.lost_weight), lost, atol=1e-12)
     np.testing.assert_allclose(stacked(need.change), change, atol=1e-11)
     assert need.tokens.tolist() == [19, 13, 4]
+
+
+def test_only_queries_that_predict_a_label_count(exact_softmax: None) -> None:
+    batch = padded_batch("left")
+    batch["labels"] = torch.full_like(batch["input_ids"], -100)
+    for row, columns in enumerate(([9, 14, 15], [18], [17, 18])):
+        batch["labels"][row, columns] = batch["input_ids"][row, columns]
+    lost, change = by_hand("llama with grouped queries", batch)
+    need = headwise.context_need(build("llama with grouped queries"), batch, WINDOWS, KEEP_FIRST)
+    np.testing.assert_allclose(stacked(need.lost_weight), lost, atol=1e-12)
+    np.testing.assert_allclose(stacked(need.change), change, atol=1e-11)
+    assert need.tokens.tolist() == [3, 1, 2]
 
 
 @pytest.mark.parametrize("family", ["llama with grouped queries", "gpt2"])
@@ -244,7 +265,7 @@ def test_a_saved_need_loads_the_same(tmp_path: Path) -> None:
     ("damage", "words"),
     [
         ({"headwise": "atlas"}, "is missing"),
-        ({"format": 2}, "newer"),
+        ({"format": 3}, "newer"),
         ({"windows": [3]}, "rows"),
         ({"tokens": [1, -2, 3]}, "whole number"),
         ({"sums": []}, "missing"),

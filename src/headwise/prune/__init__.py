@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from .scoring import ScoringRun as ScoringRun
     from .session import prune_and_measure as prune_and_measure
     from .session import save_result as save_result
+    from .stream_corpus import StreamTexts as StreamTexts
+    from .stream_corpus import stream_texts as stream_texts
     from .training_group import TrainingGroup as TrainingGroup
 
 _MODULES = {
@@ -38,6 +40,7 @@ _MODULES = {
     "PruneReport": "report",
     "Score": "registry",
     "ScoringRun": "scoring",
+    "StreamTexts": "stream_corpus",
     "TextBatches": "batches",
     "TrainingGroup": "training_group",
     "make_batches": "batches",
@@ -48,6 +51,7 @@ _MODULES = {
     "recover": "recovery",
     "save_result": "session",
     "score": "registry",
+    "stream_texts": "stream_corpus",
 }
 
 __all__ = [*_MODULES]

@@ -13,11 +13,12 @@ import numpy as np
 
 from ..errors import CheckpointError, HeadwiseError
 from ..files import write_atomically
-from ..json_documents import anything, count, finite, in_words, items, load_document, mapping
+from ..json_documents import anything, count, finite, finite_or_none, in_words, items, load_document, mapping
 from ..plans import StreamLayer, read_stream_layer
 from ..resampling import bootstrap_counts, interval
 
 FORMAT = 1  # of the saved file
+WITH_LOSSES = 2  # has changes of the loss, which versions that know format 1 alone would drop without a word
 RESAMPLES = 1000
 
 
@@ -32,6 +33,9 @@ class KVHeadNeed(NamedTuple):
     change: float
     change_low: float
     change_high: float
+    loss_change: float = np.nan  # NaN where it was not measured
+    loss_low: float = np.nan
+    loss_high: float = np.nan
 
 
 class NeedTable(dict[str, np.ndarray]):
@@ -46,14 +50,20 @@ class NeedTable(dict[str, np.ndarray]):
         super().__init__(values)
         self.interval = ends
 
+    def with_interval(self, kind: str, at: tuple[int, int]) -> tuple[float, float, float]:
+        """The value of (layer, KV head) and the ends of its interval."""
+        low, high = self.interval[kind][(slice(None), *at)]
+        return float(self[kind][at]), float(low), float(high)
+
 
 @dataclass(frozen=True)
 class LayerSums:
-    """Sums over the tokens of each of N sequences, of one layer with KV heads and W windows."""
+    """Sums over the tokens that count of each of N sequences, of one layer with KV heads and W windows."""
 
     norm: np.ndarray  # (N,): norm of what all heads write through W_O
     lost: np.ndarray  # (N, W, KV heads): weight on the keys that the window hides, the mean over the query heads
     change: np.ndarray  # (N, W, KV heads): norm of the change of what the KV head's query heads write through W_O
+    loss: np.ndarray | None = None  # (N, W, KV heads): change of the loss where the KV head streams; NaN: not measured
 
 
 @dataclass(frozen=True)
@@ -66,8 +76,9 @@ class ContextNeed:
         layers: the attention layers with a cache, in the model's order.
         windows: the windows that were measured.
         keep_first: the first keys of a sequence that stay visible.
-        tokens: (N,), the tokens of each sequence.
+        tokens: (N,), the tokens of each sequence that count.
         sums: for each layer the sums over the tokens of each sequence.
+        losses: (N,), the loss of each sequence with full attention; None where no change of it was measured.
 
     Example:
         >>> need = headwise.context_need(model, batches)
@@ -82,22 +93,43 @@ class ContextNeed:
     keep_first: int
     tokens: np.ndarray
     sums: tuple[LayerSums, ...]
+    losses: np.ndarray | None = None
 
     @functools.cached_property
     def lost_weight(self) -> dict[int, NeedTable]:
         """{window: table}: the share of the weight on the keys that the window hides."""
-        return self._tables(lambda sums: sums.lost, lambda sums: self.tokens)
+        return self._tables(lambda sums: sums.lost, lambda sums: self.tokens, self._per_token)
 
     @functools.cached_property
     def change(self) -> dict[int, NeedTable]:
         """{window: table}: the change of the output through W_O, relative to the layer's whole attention output."""
-        return self._tables(lambda sums: sums.change, lambda sums: sums.norm)
+        return self._tables(lambda sums: sums.change, lambda sums: sums.norm, self._per_token)
+
+    @functools.cached_property
+    def loss_change(self) -> dict[int, NeedTable]:
+        """{window: table}: by how much the loss grows where one KV head streams, the mean over the sequences.
+
+        NaN for KV heads that were not measured; {} where none was.
+        """
+        if self.losses is None:
+            return {}
+        ones = np.ones(len(self.tokens))
+        return self._tables(_loss_of, lambda sums: ones, ones)
+
+    @property
+    def _per_token(self) -> np.ndarray:
+        """(N,): weights by which every sequence counts the same, however many tokens it has."""
+        return np.where(self.tokens > 0, 1 / np.maximum(self.tokens, 1), 0)
 
     def _tables(
-        self, top: Callable[[LayerSums], np.ndarray], bottom: Callable[[LayerSums], np.ndarray]
+        self,
+        top: Callable[[LayerSums], np.ndarray],
+        bottom: Callable[[LayerSums], np.ndarray],
+        weights: np.ndarray,
     ) -> dict[int, NeedTable]:
-        resampled = bootstrap_counts(len(self.tokens), RESAMPLES).astype(float) if len(self.tokens) > 1 else None
-        once = np.ones((1, len(self.tokens)))
+        """Ratios of weighted sums over the sequences, top (N, W, KV heads) to bottom (N,)."""
+        resampled = bootstrap_counts(len(self.tokens), RESAMPLES) * weights if len(self.tokens) > 1 else None
+        once = weights[None]
         tables = {}
         for i, window in enumerate(self.windows):
             values = [_ratios(once, top(sums)[:, i], bottom(sums))[0] for sums in self.sums]
@@ -124,22 +156,15 @@ class ContextNeed:
         """Every KV head in every window, in the model's order."""
         for window in self.windows:
             places = dict.fromkeys((layer.kind for layer in self.layers), -1)
-            lost, change = self.lost_weight[window], self.change[window]
+            lost, change, loss = self.lost_weight[window], self.change[window], self.loss_change.get(window)
             for kind, index, _, kv_heads, *_ in self.layers:
                 places[kind] += 1
                 for head in range(kv_heads):
                     at = (places[kind], head)
-                    low, high = change.interval[kind][(slice(None), *at)]
-                    yield KVHeadNeed(
-                        kind,
-                        index,
-                        head,
-                        window,
-                        float(lost[kind][at]),
-                        float(change[kind][at]),
-                        float(low),
-                        float(high),
-                    )
+                    numbers = [float(lost[kind][at]), *change.with_interval(kind, at)]
+                    if loss is not None:
+                        numbers += loss.with_interval(kind, at)
+                    yield KVHeadNeed(kind, index, head, window, *numbers)
 
     def __add__(self, other: ContextNeed) -> ContextNeed:
         """What both corpora give together."""
@@ -148,19 +173,32 @@ class ContextNeed:
         return join_needs([self, other])
 
     def to_json(self) -> dict[str, Any]:
-        return {
+        """The need as plain JSON values; without changes of the loss in the format of versions that know none."""
+        document = {
             "headwise": "context need",
-            "format": FORMAT,
+            "format": FORMAT if self.losses is None else WITH_LOSSES,
             "windows": list(self.windows),
             "keep_first": self.keep_first,
             "tokens": self.tokens.tolist(),
             "layers": [layer._asdict() for layer in self.layers],
-            "heads": [{name: _finite(x) for name, x in row._asdict().items()} for row in self.rows()],
+            "heads": [
+                {
+                    name: _finite(x)
+                    for name, x in row._asdict().items()
+                    if self.losses is not None or "loss_" not in name
+                }
+                for row in self.rows()
+            ],
             "sums": [
                 {"norm": sums.norm.tolist(), "lost": sums.lost.tolist(), "change": sums.change.tolist()}
                 for sums in self.sums
             ],
         }
+        if self.losses is not None:
+            document["losses"] = self.losses.tolist()
+            for row, sums in zip(document["sums"], self.sums, strict=True):
+                row["loss"] = _nested(_loss_of(sums).tolist())
+        return document
 
     @classmethod
     def from_json(cls, document: Any) -> ContextNeed:
@@ -174,8 +212,9 @@ class ContextNeed:
     def _read(cls, document: Any) -> ContextNeed:
         if not isinstance(document, dict) or document.get("headwise") != "context need":
             raise ValueError('"headwise": "context need" is missing')
-        if count(document["format"], "format") > FORMAT:
-            raise ValueError(f"its format {document['format']} is newer than this headwise, which reads {FORMAT}")
+        version = count(document["format"], "format")
+        if version > WITH_LOSSES:
+            raise ValueError(f"its format {version} is newer than this headwise, which reads {WITH_LOSSES}")
         windows = tuple(items(document["windows"], "windows", count))
         tokens = np.array(items(document["tokens"], "tokens", count))
         layers = tuple(
@@ -184,6 +223,7 @@ class ContextNeed:
         rows = items(document["sums"], "sums", lambda row, path: mapping(row, path, anything))
         if not (windows and len(tokens) and layers) or len(rows) != len(layers):
             raise ValueError("windows, tokens or layers are missing")
+        losses = _array(document["losses"], "losses", (len(tokens),)) if version == WITH_LOSSES else None
         sums = []
         for i, (layer, row) in enumerate(zip(layers, rows, strict=True)):
             shape = (len(tokens), len(windows), layer.kv_heads)
@@ -192,9 +232,10 @@ class ContextNeed:
                     _array(row["norm"], f"sums[{i}].norm", shape[:1]),
                     _array(row["lost"], f"sums[{i}].lost", shape),
                     _array(row["change"], f"sums[{i}].change", shape),
+                    None if losses is None else _array(row["loss"], f"sums[{i}].loss", shape, finite_or_none),
                 )
             )
-        return cls(layers, windows, count(document["keep_first"], "keep_first"), tokens, tuple(sums))
+        return cls(layers, windows, count(document["keep_first"], "keep_first"), tokens, tuple(sums), losses)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write JSON, to a temporary file that is then moved into place."""
@@ -226,16 +267,29 @@ def join_needs(needs: Sequence[ContextNeed]) -> ContextNeed:
     for name in ("layers", "windows", "keep_first"):
         if any(getattr(need, name) != getattr(first, name) for need in needs):
             raise HeadwiseError(f"these needs cannot be added: their {name} differ")
+    if len({need.losses is None for need in needs}) > 1:
+        raise HeadwiseError("these needs cannot be added: changes of the loss were measured for some of them alone")
     sums = [
         LayerSums(
             np.concatenate([part.norm for part in parts]),
             np.concatenate([part.lost for part in parts]),
             np.concatenate([part.change for part in parts]),
+            _concatenate([part.loss for part in parts]),
         )
         for parts in zip(*(need.sums for need in needs), strict=True)
     ]
-    tokens = np.concatenate([need.tokens for need in needs])
-    return ContextNeed(first.layers, first.windows, first.keep_first, tokens, tuple(sums))
+    tokens, losses = np.concatenate([need.tokens for need in needs]), _concatenate([need.losses for need in needs])
+    return ContextNeed(first.layers, first.windows, first.keep_first, tokens, tuple(sums), losses)
+
+
+def _loss_of(sums: LayerSums) -> np.ndarray:
+    assert sums.loss is not None  # as there are losses
+    return sums.loss
+
+
+def _concatenate(arrays: Sequence[np.ndarray | None]) -> np.ndarray | None:
+    present = [x for x in arrays if x is not None]
+    return np.concatenate(present) if present else None
 
 
 def _ratios(counts: np.ndarray, top: np.ndarray, bottom: np.ndarray) -> np.ndarray:
@@ -254,9 +308,14 @@ def _pad(row: np.ndarray, width: int) -> np.ndarray:
     return np.pad(row.astype(float), padding, constant_values=np.nan)
 
 
-def _array(value: Any, path: str, shape: tuple[int, ...]) -> Any:
-    """Nested lists of finite numbers of that shape."""
-    rows = items(value, path, finite if len(shape) == 1 else functools.partial(_array, shape=shape[1:]))
+def _nested(value: Any) -> Any:
+    """Nested lists with None for NaN."""
+    return [_nested(item) for item in value] if isinstance(value, list) else _finite(value)
+
+
+def _array(value: Any, path: str, shape: tuple[int, ...], number: Callable[[Any, str], float] = finite) -> Any:
+    """Nested lists of numbers of that shape."""
+    rows = items(value, path, number if len(shape) == 1 else functools.partial(_array, shape=shape[1:], number=number))
     if len(rows) != shape[0]:
         raise ValueError(f"{path} has {len(rows)} rows, and {shape[0]} are expected")
     return np.array(rows, dtype=float)

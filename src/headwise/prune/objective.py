@@ -150,6 +150,15 @@ def _token_ids(batch: Any) -> Tensor:
     return ids
 
 
+def label_queries(batch: Any) -> Tensor | None:
+    """(B, T) bool: the tokens whose next token is a label; None where there is not a label or none per token."""
+    labels = batch.get("labels") if isinstance(batch, Mapping) else None
+    if labels is None or labels.shape != _token_ids(batch).shape:
+        return None
+    is_label = labels != IGNORED
+    return F.pad(is_label[:, 1:], (0, 1))
+
+
 def next_token_counts(batch: Any) -> Tensor:
     """(B,): how many next tokens each text has."""
     return _next_tokens(batch).sum(1)
