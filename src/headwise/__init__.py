@@ -72,6 +72,7 @@ _LOCATIONS = {
     "scale": "scale",
     "shape": "shapes",
     "stream_plan": "prune.stream_plan",
+    "streaming": "models.streaming.context",
     "tokenizer": "models.loading.loader",
     "view": "ui.widget",
     "watch": "models.watching.watcher",
@@ -130,6 +131,7 @@ if TYPE_CHECKING:
     from .models.loading.loader import load as load
     from .models.loading.loader import tokenizer as tokenizer
     from .models.register import register as register
+    from .models.streaming.context import streaming as streaming
     from .models.structure.adapters import adapt as adapt
     from .models.surgery.removal import prune_heads as prune_heads
     from .models.surgery.saving import save as save

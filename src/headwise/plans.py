@@ -411,15 +411,22 @@ def _read_origin(document: Mapping[str, Any]) -> tuple[str, str, float | dict[st
 
 
 def _check_layers(planned: Sequence[LayerShape], layers: Sequence[LayerShape], model: str) -> None:
-    if tuple(planned) != tuple(layers):
-        raise HeadwiseError(
-            f"this plan is for another model: {_describe_layers(planned)}, but {model} has {_describe_layers(layers)}"
-        )
+    if tuple(planned) == tuple(layers):
+        return
+    ours, theirs = _describe_layers(planned), _describe_layers(layers)
+    if ours == theirs:
+        pairs = zip(planned, layers, strict=True)
+        ours, theirs = next(map(_describe_layer, pair) for pair in pairs if pair[0] != pair[1])
+    raise HeadwiseError(f"this plan is for another model: {ours}, but {model} has {theirs}")
 
 
 def _describe_layers(layers: Sequence[LayerShape]) -> str:
     heads = sorted({query for _, _, query, _ in layers})
     return f"{len(layers)} layers of {' or '.join(map(str, heads))} heads"
+
+
+def _describe_layer(layer: LayerShape) -> str:
+    return f"{_layer_name(layer[:2])} of {layer[2]} heads and {layer[3]} KV heads"
 
 
 def _layer_name(key: LayerKey) -> str:

@@ -26,7 +26,10 @@ HOOK_TABLES = (
 )  # fmt: skip
 
 # the public function behind each word for what hooks do
-FUNCTIONS = {"watch": "watch", "mask": "mask_heads", "score": "importance", "attribute": "attribute", "patch": "patch"}
+FUNCTIONS = {
+    "watch": "watch", "mask": "mask_heads", "score": "importance", "attribute": "attribute", "patch": "patch",
+    "stream": "streaming",
+}  # fmt: skip
 
 
 class Hook:
@@ -64,7 +67,7 @@ class Hooks:
         self, model: nn.Module, modules: Iterable[nn.Module], doing: str, undo: Callable[[], None] | None = None
     ) -> None:
         """modules: the attention modules that are hooked; undo: what else to do when the hooks are removed."""
-        self.model, self.doing = model, doing  # doing: "watch", "mask", "score" or "patch"
+        self.model, self.doing = model, doing  # doing: a word of FUNCTIONS
         self.attention_modules = set(modules)  # by these, hooks on a model and on a part of it meet
         self.undo = undo
         self.on = False

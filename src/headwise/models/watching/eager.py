@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ class EagerReading:
     offset: int
     comparable: bool
     recipe: MaskRecipe | None = None  # of the mask
+    options: dict[str, Any] = field(default_factory=dict)  # attend's for the same call, where heads stream
 
     def exact(self) -> EagerReading:
         """The same in float32: eager functions round their scores, which is too coarse in 16 bits."""
@@ -73,6 +74,15 @@ class EagerReading:
 
     def _mask(self, rows: slice) -> Tensor | None:
         """The mask of some rows as eager functions take it: added to the scores."""
+        call, mask = self.call, self._own_mask(rows)
+        if call.windows is None:
+            return mask
+        visible = call.windows.visible(rows, self.keys, call.query.shape[1], self.options).to(call.query.device)
+        shown = torch.zeros((), dtype=call.query.dtype, device=call.query.device) if mask is None else mask
+        return torch.where(visible, shown, torch.finfo(call.query.dtype).min)
+
+    def _own_mask(self, rows: slice) -> Tensor | None:
+        """The model's own mask of some rows."""
         call = self.call
         if self.recipe is not None and (isinstance(call.mask, LazyMask) or not isinstance(call.mask, Tensor)):
             mask = self.recipe.rows(rows.start, rows.stop)

@@ -1,9 +1,9 @@
 """Intercepts the calls between transformers' models and their attention functions.
 
 While any model is watched, every lookup in transformers' registry returns a wrapper of the attention function; calls
-of modules that are not watched go straight through. Mask functions are wrapped too, and each mask's recipe is kept,
-since a mask alone does not say at which positions its queries are. The wrappers are process-wide: they are installed
-with the first watcher and removed with the last.
+of modules that are not watched go straight through, or to what answers them while heads stream. Mask functions are
+wrapped too, and each mask's recipe is kept, since a mask alone does not say at which positions its queries are. The
+wrappers are process-wide: they are installed with the first watcher and removed with the last.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -21,14 +21,24 @@ from torch import Tensor, nn
 from ..hooks import compiled_as_before
 from . import lazy_masks
 from .call_reader import ModelCall
+from .head_windows import HeadWindows
 from .lazy_masks import LazyMask, MaskRecipe
 from .sources import Function, Watched, Watcher
 
 MASKS_BEFORE_PASS = 16  # masks made before a pass, as generate does, that are remembered
 
 
+class Replacement(NamedTuple):
+    """What answers the calls of a module in place of the model's attention function."""
+
+    answer: Callable[[ModelCall, Function], tuple[Tensor, Any]]  # gets the call and the model's own eager function
+    windows: HeadWindows | None  # of its heads that stream
+    arrive: Callable[[nn.Module], None]  # called with the module, also where a watcher answers the call
+
+
 _lock = threading.RLock()
 _watched = Watched()
+_replacements: dict[nn.Module, Replacement] = {}
 _uninstall: list[Callable[[], None]] = []  # what removes the wrappers
 
 
@@ -67,7 +77,7 @@ pass_masks = PassMasks()
 def install(modules: list[nn.Module], watcher: Watcher) -> None:
     """From now on the watcher sees the calls of these modules."""
     with _lock:
-        if not _watched:
+        if not _is_installed():
             _install()
         _watched.add(modules, watcher)
 
@@ -76,11 +86,28 @@ def remove(modules: list[nn.Module], watcher: Watcher) -> None:
     """The watcher no longer sees the calls of these modules."""
     with _lock:
         _watched.remove(modules, watcher)
-        if not _watched:
-            for uninstall in _uninstall:
-                uninstall()
-            _uninstall.clear()
-            pass_masks.clear()
+        _uninstall_unused()
+
+
+def replace_functions(replacements: Mapping[nn.Module, Replacement]) -> None:
+    """From now on the calls of these modules are answered by these; watchers see them as before."""
+    with _lock:
+        if not _is_installed():
+            _install()
+        _replacements.update(replacements)
+
+
+def restore_functions(modules: Iterable[nn.Module]) -> None:
+    """The calls of these modules are answered by the model's own attention function again."""
+    with _lock:
+        for module in modules:
+            _replacements.pop(module, None)
+        _uninstall_unused()
+
+
+def is_replaced(module: nn.Module) -> bool:
+    """Whether a module's calls are answered in place of the model's attention function."""
+    return module in _replacements
 
 
 def recipe_of(mask: Any) -> MaskRecipe | None:
@@ -108,6 +135,19 @@ def first_query(queries: int) -> int | None:
         if entry.recipe.queries == queries:
             return entry.recipe.first_query
     return None
+
+
+def _is_installed() -> bool:
+    return bool(_watched or _replacements)
+
+
+def _uninstall_unused() -> None:
+    """Remove the wrappers, where they were for the modules that have just been removed."""
+    if not _is_installed():
+        for uninstall in _uninstall:
+            uninstall()
+        _uninstall.clear()
+        pass_masks.clear()
 
 
 def _install() -> None:
@@ -149,14 +189,20 @@ def _call_watched(
     **options: Any,
 ) -> tuple[Tensor, Any]:
     """What a wrapped attention function does: call it, through the watchers of the module where there are any."""
-    watchers = _watched.of(module)
-    if not watchers:
+    watchers, replacement = _watched.of(module), _replacements.get(module)
+    if not watchers and replacement is None:
         attention_mask = attention_mask.recipe.whole() if isinstance(attention_mask, LazyMask) else attention_mask
         return function(module, query, key, value, attention_mask, *rest, **options)
     options = dict(zip(("dropout", "scaling", "is_causal"), rest, strict=False)) | options
-    call = ModelCall(module, query, key, value, attention_mask, options, implementation or "eager")
+    windows = None
+    if replacement is not None:
+        windows = replacement.windows
+        replacement.arrive(module)
+    call = ModelCall(module, query, key, value, attention_mask, options, implementation or "eager", windows)
 
     def answer(call: ModelCall) -> tuple[Tensor, Any]:
+        if replacement is not None:
+            return replacement.answer(call, eager)
         with compiled_as_before() if _is_compiled(function) else nullcontext():
             return function(call.module, call.query, call.key, call.value, call.mask, **call.options)
 

@@ -305,7 +305,8 @@ class Watch:
 def _readings(call: ModelCall, context: CallContext, eager: Function) -> tuple[Reading, EagerReading]:
     """A call in headwise's terms, and by the model's own eager function."""
     reading = read(call, context.recipe, context.similar, context.cross)
-    eager_reading = EagerReading(call, eager, reading.options["offset"], reading.comparable, context.recipe)
+    options = reading.options
+    eager_reading = EagerReading(call, eager, options["offset"], reading.comparable, context.recipe, options)
     return split_packed(reading, call, context.positions), eager_reading
 
 
