@@ -10,8 +10,8 @@ from .groups import LazyGroup
 
 # one module of this package each, in the order of the help
 COMMANDS = (
-    "inspect", "atlas", "circuit", "prune", "group", "record", "trace", "serve", "lab", "bench", "card", "diff",
-    "scale",
+    "inspect", "atlas", "circuit", "prune", "stream", "group", "record", "trace", "serve", "lab", "bench", "card",
+    "diff", "scale",
 )  # fmt: skip
 
 

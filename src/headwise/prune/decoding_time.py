@@ -1,19 +1,105 @@
-"""Seconds per decoded token with a cache that is filled with random keys, and per prefill, side by side."""
+"""Seconds per decoded token with a cache that is filled with random keys, and per prefill, side by side.
+
+The processor time of one thread counts on the CPU: other work on the machine changes it little.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..models.evaluation import evaluating
 from ..models.text_inputs import device_of, vocabulary_size
-from ..plans import StreamPlan
+from ..plans import StreamLayer, StreamPlan
 from ..timing import race_on_one_thread
-from .stream_quality import streams
+from .stream_quality import forward_options, streams
 
-MEMORY_SHARE = 0.5  # of the free memory that all caches of one race may take
+MEMORY_SHARE = 0.5  # of the free memory that the caches of one race may take together
 ROUNDS = 3
+Plans = Mapping[str, StreamPlan | None]  # None: full attention
+
+
+def memory_problem(plans: Plans, context: int) -> str | None:
+    """Why the caches of these plans cannot be measured side by side, in words, or None."""
+    needed = sum(_bytes(plan or _any_plan(plans), context, plan is None) for plan in plans.values())
+    free = _free_memory()
+    if free is None or needed <= MEMORY_SHARE * free:
+        return None
+    return f"not measured: the caches would take {needed:,} of {free:,} free bytes"
+
+
+def decoding_times(model: Any, plans: Plans, context: int) -> dict[str, float]:
+    """Seconds per decoded token after so many tokens, by the name of the plan.
+
+    Keys and values are random, since only their number matters here.
+    """
+    token = torch.zeros(1, 1, dtype=torch.long, device=device_of(model))
+    layers = _any_plan(plans).layers
+    with evaluating(model), torch.inference_mode():
+        caches = {name: _filled_cache(model, plan, layers, context) for name, plan in plans.items()}
+
+        def contestant(name: str) -> Callable[[], None]:
+            def step() -> None:
+                with streams(model, plans[name]):
+                    model(token, past_key_values=caches[name], use_cache=True)
+
+            return step
+
+        return race_on_one_thread({name: contestant(name) for name in plans}, races=1, rounds=ROUNDS)[0]
+
+
+def prefill_times(model: Any, plans: Plans, length: int) -> dict[str, float]:
+    """Seconds per pass over so many random tokens, by the name of the plan; the last token's logits alone."""
+    random = torch.Generator().manual_seed(0)
+    ids = torch.randint(vocabulary_size(model) or 1, (1, length), generator=random).to(device_of(model))
+    options = forward_options(model, logits_to_keep=1)
+    with evaluating(model), torch.inference_mode():
+
+        def contestant(name: str) -> Callable[[], None]:
+            def read() -> None:
+                with streams(model, plans[name]):
+                    model(ids, **options)
+
+            return read
+
+        return race_on_one_thread({name: contestant(name) for name in plans}, races=1, rounds=1)[0]
+
+
+def _any_plan(plans: Plans) -> StreamPlan:
+    return next(plan for plan in plans.values() if plan is not None)
+
+
+def _bytes(plan: StreamPlan, context: int, full: bool) -> int:
+    return StreamPlan({}, plan.layers, plan.window).cache_bytes(context) if full else plan.cache_bytes(context)
+
+
+def _filled_cache(model: Any, plan: StreamPlan | None, layers: tuple[StreamLayer, ...], context: int) -> Any:
+    """A cache with the random keys and values of so many tokens."""
+    from transformers import DynamicCache
+
+    from ..models.streaming import HeadCache
+
+    cache = DynamicCache(config=model.config) if plan is None else HeadCache(plan)
+    random = torch.Generator().manual_seed(0)
+    parameter = next(model.parameters())
+    for layer in layers:
+        width = layer.token_bytes // (2 * parameter.element_size())
+        shape = (1, layer.kv_heads, context, width)
+
+        def draw() -> Tensor:
+            return torch.randn(shape, generator=random).to(parameter.device, parameter.dtype)  # noqa: B023
+
+        cache.update(draw(), draw(), layer.layer)
+    return cache
+
+
+def _free_memory() -> int | None:
+    """Bytes of memory that are available; None where the system does not say."""
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):
+        return None

@@ -50,23 +50,26 @@ def card_levers(model: Any) -> list[str]:
         return [f"Feed-forward width and layers: the card cannot say ({reason})."]
     ffn, layer = int(FFN_SHARE * (counts.ffn or 0)), ((counts.ffn or 0) + (counts.attention or 0)) // layers
     return [
-        f"Feed-forward width: {counts.ffn:,} of {counts.total:,} parameters ({(counts.ffn or 0) / counts.total:.0%}). A "
-        f"quarter less of it would save {ffn:,} parameters, {_size(ffn * number_bytes)}, and nothing of the KV cache.",
+        f"Feed-forward width: {counts.ffn:,} of {counts.total:,} parameters ({(counts.ffn or 0) / counts.total:.0%}). "
+        f"A quarter less of it would save {ffn:,} parameters, {_size(ffn * number_bytes)}, and nothing of the KV cache.",
         f"Layers: each of {layers} has about {layer:,} parameters. One less would save {_size(layer * number_bytes)} "
         f"and {cache // layers:,} of {cache:,} bytes per token of the KV cache.",
     ]
 
 
-def measure_int8(model: Any, loss: Callable[[Any], float], pieces: int) -> Int8 | str:
-    """Size and loss with int8 weights (torchao, weight-only, one scale per row); why it was not measured, in words.
+def int8_problem() -> str | None:
+    """Why int8 weights cannot be measured here, in words, or None."""
+    return None if find_spec("torchao") else "not measured: torchao is not installed (pip install torchao)"
+
+
+def measure_int8(model: Any, loss: Callable[[Any], float], pieces: int) -> Int8:
+    """Size and loss with int8 weights: torchao, weight-only, one scale per row.
 
     Args:
         model: it is copied.
         loss: gives a model's mean loss.
         pieces: how many texts that is over, for the report.
     """
-    if find_spec("torchao") is None:
-        return "not measured: torchao is not installed (pip install torchao)"
     import torchao
     from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
@@ -103,8 +106,8 @@ def int8_words(result: Int8 | str) -> str:
 
 
 COMBINING = (
-    "How to combine them: they add up, since streaming and fewer KV heads shrink the cache, and the others the weights. "
-    "Cut first (headwise prune, headwise group with --recover), then plan the streaming heads of the cut model, and "
+    "How to combine them: they add up, since streaming and fewer KV heads shrink the cache, and the others the "
+    "weights. Cut first (headwise prune, headwise group with --recover), then plan the streaming heads of the cut model, and "
     "quantize last: headwise cuts and measures plain weights, and refuses to cut quantized ones."
 )
 

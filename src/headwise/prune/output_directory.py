@@ -12,6 +12,8 @@ from .recovery_checkpoint import run_id
 
 REPORT = "pruning.json"  # the report in a finished directory of `headwise prune`
 GROUP_REPORT = "grouping.json"  # and of `headwise group`
+STREAM_PLAN = "stream_plan.json"  # the plan in a finished directory of `headwise stream`
+RESULTS = {"config.json", STREAM_PLAN}  # a directory with one of these may be replaced
 MAX_NAME_BYTES = 255  # of a file name
 
 
@@ -49,7 +51,7 @@ def check_output(out: Path, overwrite: bool) -> None:
     if existing != out or not names:
         return
     if overwrite and out.is_dir():
-        if "config.json" not in names:  # a home directory, given by mistake
+        if not names & RESULTS:  # a home directory, given by mistake
             raise HeadwiseError(f"{str(out)!r} holds something else than a model, and is not replaced; empty it first")
         return
     run = run_id(recovery_file(out))

@@ -30,7 +30,7 @@ def text_loss(model: Any, ids: Sequence[int], plan: StreamPlan | None) -> float:
     """The mean loss of the next tokens of a text, in nats."""
     row = torch.tensor([ids], device=device_of(model))
     with evaluating(model), torch.inference_mode(), streams(model, plan):
-        logits = logits_of(model(row, **_options(model)))[0, :-1]
+        logits = logits_of(model(row, **forward_options(model)))[0, :-1]
     total = 0.0
     for first in range(0, len(logits), ROWS):
         part = slice(first, first + ROWS)
@@ -42,7 +42,7 @@ def answers(model: Any, prompt: NeedlePrompt, plan: StreamPlan | None) -> bool:
     """Whether every token of a needle's answer is the most likely one, with those before it given."""
     row = torch.tensor([prompt.ids], device=device_of(model))
     last = len(prompt.ids) - prompt.queries[0]  # the answer is at the end of the prompt
-    options = _options(model, logits_to_keep=last)
+    options = forward_options(model, logits_to_keep=last)
     with evaluating(model), torch.inference_mode(), streams(model, plan):
         logits = logits_of(model(row, **options))[0]
     offset = len(prompt.ids) - len(logits)
@@ -77,7 +77,7 @@ def _with_heads(plan: StreamPlan, heads: list[tuple[str, int, int]], score: str)
     return StreamPlan(by_layer, plan.layers, plan.window, plan.keep_first, score)
 
 
-def _options(model: Any, **options: Any) -> dict[str, Any]:
+def forward_options(model: Any, **options: Any) -> dict[str, Any]:
     """Of these options and use_cache=False, those that the model's forward takes."""
     known = inspect.signature(model.forward).parameters
     return {name: value for name, value in {"use_cache": False, **options}.items() if name in known}
