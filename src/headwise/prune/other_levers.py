@@ -51,7 +51,7 @@ def card_levers(model: Any) -> list[str]:
     ffn, layer = int(FFN_SHARE * (counts.ffn or 0)), ((counts.ffn or 0) + (counts.attention or 0)) // layers
     return [
         f"Feed-forward width: {counts.ffn:,} of {counts.total:,} parameters ({(counts.ffn or 0) / counts.total:.0%}). "
-        f"A quarter less of it would save {ffn:,} parameters, {_size(ffn * number_bytes)}, and nothing of the KV cache.",
+        f"A quarter less of it would save {ffn:,} parameters, {_size(ffn * number_bytes)}; the KV cache stays.",
         f"Layers: each of {layers} has about {layer:,} parameters. One less would save {_size(layer * number_bytes)} "
         f"and {cache // layers:,} of {cache:,} bytes per token of the KV cache.",
     ]
@@ -107,8 +107,8 @@ def int8_words(result: Int8 | str) -> str:
 
 COMBINING = (
     "How to combine them: they add up, since streaming and fewer KV heads shrink the cache, and the others the "
-    "weights. Cut first (headwise prune, headwise group with --recover), then plan the streaming heads of the cut model, and "
-    "quantize last: headwise cuts and measures plain weights, and refuses to cut quantized ones."
+    "weights. Cut first (headwise prune, headwise group with --recover), then plan the streaming heads of the cut "
+    "model, and quantize last: headwise cuts and measures plain weights, and refuses to cut quantized ones."
 )
 
 

@@ -15,8 +15,8 @@ GROUPING_RULE = (
 STREAMING_RULE = (
     f"Called not worth it: a cache of more than {LARGEST_CACHE:.2f} of the full one at the reporting length; a loss of "
     f"more than {LARGEST_STREAMING_LOSS:.0%} above that of full attention; an increase that is not below that of "
-    f"random choice (95 % interval); or, where full attention answers at least {LEAST_NEEDLES:.0%} of the needle prompts, "
-    f"more than {100 * LARGEST_NEEDLE_LOSS:.0f} points fewer answers."
+    f"random choice (95 % interval); or, where full attention answers at least {LEAST_NEEDLES:.0%} of the needle "
+    f"prompts, more than {100 * LARGEST_NEEDLE_LOSS:.0f} points fewer answers."
 )
 
 
