@@ -122,6 +122,15 @@ LARGE = {
         {"window": [(40, 0), (None, 0), (9, 0), (30, 5)], "keep_first": [4, 0, 1, 60]},
     ),
     "starts": ((2, 2, 2, 70, 100), {"starts": np.array([30, 3]), "window": (9, 0), "keep_first": 4, "causal": True}),
+    "windows and first keys per head with left padding": (
+        (2, 4, 2, 90, 90),
+        {
+            "window": [(40, 0), (None, 0), (9, 0), (30, 0)],
+            "keep_first": [4, 0, 1, 60],
+            "causal": True,
+            "starts": np.array([30, 3]),
+        },
+    ),
     "a chunk": ((1, 2, 2, 70, 200), {"causal": True, "offset": 100}),
     "lengths": ((3, 2, 2, 70, 100), {"lengths": np.array([100, 0, 77])}),
     "decoding": ((2, 8, 2, 1, 300), {"lengths": np.array([299, 150]), "offset": np.array([298, 149])}),

@@ -183,6 +183,15 @@ LARGE_CALLS_WITH_STATS = {
         (1, 4, 2, 300, 500),
         {"window": [(40, 0), (None, 0), (9, 0), (300, 5)], "keep_first": [4, 0, 1, 200]},
     ),
+    "windows and first keys per head with left padding": (
+        (3, 4, 2, 500, 500),
+        {
+            "window": [(40, 0), (None, 0), (9, 0), (300, 0)],
+            "keep_first": [4, 0, 1, 200],
+            "causal": True,
+            "starts": np.array([77, 0, 460]),
+        },
+    ),
     "decoding": ((2, 8, 2, 1, 1000), {}),
     "a padding mask": ((2, 2, 1, 600, 600), {"causal": True, "mask": np.arange(600) > np.array([[[[9]]], [[[0]]]])}),
 }

@@ -28,6 +28,14 @@ def small_bert() -> Any:
     return model.eval()
 
 
+def small_decoder() -> headwise.Decoder:
+    torch.manual_seed(0)
+    shape = headwise.Shape(
+        layers=2, heads=headwise.Heads.split(24, 4, 2), ffn=17, vocab=31, positions="rotary", head="own"
+    )
+    return headwise.Decoder(shape).double().eval()
+
+
 def small_batches(size: int = 3) -> list[dict[str, Any]]:
     from headwise.prune.batches import make_batches
 

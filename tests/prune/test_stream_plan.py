@@ -113,7 +113,12 @@ def test_stream_plans_do_not_import_torch() -> None:
     [
         ({"window": 7}, "was not measured; 16, 5 were"),
         ({"window": 16, "share": 1.5}, "from 0 to 1"),
-        ({"window": 16, "share": 0.5, "cache_bytes": 9}, "not both"),
+        ({"window": 16, "share": 0.5, "cache_bytes": 9}, "one of share, cache_bytes and max_loss"),
+        ({"window": 16, "share": 0.5, "max_loss": 0.1}, "one of share, cache_bytes and max_loss"),
+        ({"window": 16, "max_loss": 0.1}, "max_loss needs model= and batches="),
+        ({"window": 16, "max_loss": -0.1}, "at least 0"),
+        ({"window": 16, "max_loss": True}, "at least 0"),
+        ({"window": 16, "batches": []}, "are for max_loss"),
         ({"window": 16, "cache_bytes": 9}, "out of reach"),
         ({"window": 16, "cache_bytes": 0}, "at least 1"),
         ({"window": 16, "cache_bytes": 9, "context": 2.5}, "context must be"),

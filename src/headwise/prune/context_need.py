@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,11 +19,13 @@ from ..models.evaluation import evaluating
 from ..models.structure.config_sizes import max_positions
 from ..models.structure.wrappers import inner_model
 from ..models.text_inputs import device_of
+from ..models.watching.registry import is_replaced
 from ..models.watching.watcher import watch
 from ..plans import check_keep_first, check_window
 from .context_need_result import ContextNeed, join_needs
 from .need_files import NeedFiles
 from .objective import label_queries
+from .sequence_losses import check_loss_heads, leave_out, loss_changes, loss_heads
 from .stream_corpus import LENGTH, stream_texts
 from .window_measurement import WindowMeasurement
 
@@ -39,6 +41,7 @@ def context_need(
     *,
     tokenizer: Any = None,
     length: int | None = None,
+    loss: bool | Mapping[Any, Sequence[int]] = False,
     resume: str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
 ) -> ContextNeed:
@@ -54,10 +57,13 @@ def context_need(
       z_window), divided by the norm of the sum over all heads of W_O^h z_full (the layer's attention output without
       W_O's bias): a ratio of means over tokens.
 
+    - change of the loss, where asked for: the model runs once more per window and KV head, which alone streams.
+
     Every sequence counts the same, however long it is. In a batch with labels for every token, only the queries that
     predict a label count: those that give a needle's answer, and not the thousands before them.
 
-    A layer with a sliding window of its own is measured within it. Numbers of 16 bits are measured in float32.
+    A layer with a sliding window of its own is measured within it. Inside `headwise.streaming`, heads that stream
+    already lose nothing more, and the others get what they give. Numbers of 16 bits are measured in float32.
 
     Args:
         model: a decoder; it is left as it was.
@@ -69,6 +75,8 @@ def context_need(
         keep_first: the first keys of each sequence that stay visible; with left padding its first real ones.
         tokenizer: needed for texts and for the default.
         length: tokens of a piece in the default; 4,096, or as many as the model has positions for.
+        loss: True measures the change of the loss for every KV head, and {layer: [KV heads]} for some; by the labels
+            of a batch, or else by its next tokens.
         resume: a folder in which every measured batch is saved; a run that was killed goes on from there, and so does
             one with further batches. What another model, other windows or other texts gave is not read.
         progress: called with the batches done and the batches in all, None where that is not known.
@@ -84,7 +92,7 @@ def context_need(
         >>> plan = headwise.stream_plan(need, window=256, share=0.5)
     """
     model = inner_model(model)
-    settings = NeedSettings(windows, keep_first)
+    settings = NeedSettings(windows, keep_first, loss)
     inputs = need_inputs(model, batches, tokenizer, length)
     return join_needs(measure_batches(model, inputs, settings, resume, progress))
 
@@ -92,13 +100,15 @@ def context_need(
 class NeedSettings:
     """What is measured of every batch, checked."""
 
-    def __init__(self, windows: Any, keep_first: Any) -> None:
+    def __init__(self, windows: Any, keep_first: Any, loss: Any = False) -> None:
         self.windows = _check_windows(windows)
         self.keep_first = keep_first
         check_keep_first(keep_first)
+        self.loss = check_loss_heads(loss)
 
     def to_json(self) -> dict[str, Any]:
-        return {"windows": list(self.windows), "keep_first": self.keep_first}
+        loss = self.loss if isinstance(self.loss, bool) else sorted((str(key), x) for key, x in self.loss.items())
+        return {"windows": list(self.windows), "keep_first": self.keep_first, "loss": loss}
 
 
 def need_inputs(model: nn.Module, batches: Any, tokenizer: Any, length: int | None) -> Iterable[Any]:
@@ -134,6 +144,8 @@ def measure_batches(
 ) -> list[ContextNeed]:
     """The need of every batch. part: (i, n) takes every n-th batch from the i-th on."""
     total = len(inputs) if isinstance(inputs, Sequence) else None
+    if resume is not None and any(is_replaced(module) for module in model.modules()):
+        raise HeadwiseError("resume is for a model with full attention, and heads stream; leave one of the two out")
     files = None if resume is None else NeedFiles(resume, model, settings.to_json())
     measurement = WindowMeasurement(model, settings.windows, settings.keep_first)
     needs: list[ContextNeed] = []
@@ -144,6 +156,8 @@ def measure_batches(
             need = None if files is None else files.load(batch)
             if need is None:
                 need = _measure(model, batch, measurement)
+                if settings.loss is not False:
+                    need = _with_losses(model, batch, need, settings)
                 if files is not None:
                     files.save(batch, need)
             needs.append(need)
@@ -159,16 +173,15 @@ def _measure(model: nn.Module, batch: Any, measurement: WindowMeasurement) -> Co
     with ExitStack() as stack:
         stack.enter_context(measurement.heads_before_w_o())
         stack.enter_context(watch(model, stats=False, each=measurement.observe))
-        run(model, _without_outputs(model, to_device(batch, device_of(model))))
+        run(model, leave_out(model, to_device(batch, device_of(model)), UNUSED_OUTPUTS))
     return measurement.finish_batch(batch_size(batch))
 
 
-def _without_outputs(model: nn.Module, batch: Any) -> Any:
-    """The batch, and where a model can be told, that it shall give no cache and the last token's logits alone."""
-    if not isinstance(batch, Mapping):
-        return batch
-    parameters = inspect.signature(model.forward).parameters
-    return {name: value for name, value in UNUSED_OUTPUTS.items() if name in parameters} | dict(batch)
+def _with_losses(model: nn.Module, batch: Any, need: ContextNeed, settings: NeedSettings) -> ContextNeed:
+    heads = loss_heads(settings.loss, need.layers)
+    losses, changes = loss_changes(model, batch, need.layers, heads, need.windows, need.keep_first)
+    sums = tuple(replace(layer, loss=change) for layer, change in zip(need.sums, changes, strict=True))
+    return replace(need, sums=sums, losses=losses)
 
 
 def _check_windows(windows: Any) -> tuple[int, ...]:

@@ -20,6 +20,7 @@ from ..models.batches import batch_size
 from ..models.surgery.dummy_inputs import output_tensors
 
 IGNORED = -100
+TOKENS_AT_ONCE = 1024  # whose cross-entropy is computed together: it takes as much memory as their logits, twice
 Loss = Callable[[Any, Any], Tensor]  # (model's output, batch) -> one loss per example (B,), or their mean
 
 
@@ -113,12 +114,12 @@ def is_causal(model: Any) -> bool:
 
 def label_loss(out: Any, batch: Any, shift: bool) -> Tensor:
     """Mean cross-entropy per example, of labels (B,) or (B, T); the squared error where there is one class."""
-    logits = logits_of(out).float()
+    logits = logits_of(out)
     labels = batch["labels"].to(logits.device)
     if logits.dim() == 2 and logits.shape[1] == 1:
-        return (logits[:, 0] - labels.float()) ** 2
+        return (_precise(logits[:, 0]) - labels.float()) ** 2
     if logits.dim() == 2:
-        return F.cross_entropy(logits, labels.view(-1), reduction="none")
+        return F.cross_entropy(_precise(logits), labels.view(-1), reduction="none")
     if shift:
         logits, labels = logits[:, :-1], labels[:, 1:]
     if labels.shape != logits.shape[:2]:
@@ -134,7 +135,7 @@ def text_loss(out: Any, batch: Any) -> Tensor:
     if ids.shape[1] < 2:
         raise HeadwiseError("a text of one token has no next token to predict; give longer texts")
     labels = ids[:, 1:].masked_fill(~_next_tokens(batch), IGNORED)
-    logits = logits_of(out).float()
+    logits = logits_of(out)
     return _mean_over_tokens(logits[:, :-1], labels.to(logits.device))
 
 
@@ -174,8 +175,20 @@ def _next_tokens(batch: Any) -> Tensor:
 
 def _mean_over_tokens(logits: Tensor, labels: Tensor) -> Tensor:
     """The mean cross-entropy over the tokens of each example that have a label: (B,)."""
-    losses = F.cross_entropy(logits.transpose(1, 2), labels, ignore_index=IGNORED, reduction="none")  # (B, T)
+    blocks = zip(logits.split(TOKENS_AT_ONCE, 1), labels.split(TOKENS_AT_ONCE, 1), strict=True)
+    losses = torch.cat(
+        [
+            F.cross_entropy(_precise(scores).transpose(1, 2), targets, ignore_index=IGNORED, reduction="none")
+            for scores, targets in blocks
+        ],
+        1,
+    )  # (B, T)
     return losses.sum(1) / (labels != IGNORED).sum(1).clamp(min=1)
+
+
+def _precise(logits: Tensor) -> Tensor:
+    """Logits of 16 bits in float32."""
+    return logits if logits.dtype == torch.float64 else logits.float()
 
 
 def sampled_label_loss(out: Any, batch: Any, random: torch.Generator) -> Tensor:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
+
+from torch import nn
 
 from ..errors import HeadwiseError
 from ..json_documents import brief
-from ..plans import StreamPlan, by_layer_key, is_share
+from ..plans import StreamPlan, is_share
 from .context_need_result import ContextNeed
+from .loss_bound import largest_plan
+from .sequence_losses import KVHead, plan_of
 
 CONTEXT = 4096  # tokens
-KVHead = tuple[str, int, int]  # kind, layer, KV head
+SCORE = "change of output through W_O"
 
 
 def stream_plan(
@@ -20,11 +25,19 @@ def stream_plan(
     share: float | None = None,
     cache_bytes: int | None = None,
     context: int = CONTEXT,
+    max_loss: float | None = None,
+    model: nn.Module | None = None,
+    batches: Any = None,
 ) -> StreamPlan:
     """The KV heads that stream, those of the smallest change of output through W_O first.
 
     The weight that a head loses is a worse guide: it says nothing of the values that it is lost on. Layers with a
     sliding window of their own stay as they are.
+
+    With max_loss the model runs with plans of several sizes, to find the largest whose loss stays within the bound.
+    Heads that stream change what later layers get, so half of what fits is taken, the change of the other heads is
+    measured again while these stream, and the search goes on, three times in all. For 90 KV heads these are about 20
+    passes over the batches. The loss is the mean over the sequences, of labels or of next tokens.
 
     Args:
         need: what `context_need` measured.
@@ -33,26 +46,39 @@ def stream_plan(
             neither it nor cache_bytes is given. Rounded to the nearest number of heads.
         cache_bytes: as few KV heads stream as bring the cache of one sequence down to so many bytes.
         context: the length in tokens at which cache_bytes counts.
+        max_loss: as many KV heads stream as increase the loss by at most this share: 0.01 for +1 %.
+        model, batches: needed for max_loss, which is measured on them; batches as in `context_need`, not those that
+            the plan's quality is reported on.
 
     Returns:
         A `StreamPlan`; it prints, diffs, saves, and can be edited.
 
     Raises:
-        HeadwiseError: for a window that was not measured, a share that is none, or a budget that is out of reach.
+        HeadwiseError: for a window that was not measured, a share or bound that is none, a budget that is out of
+            reach, or a bound on the loss without a model and batches.
 
     Example:
         >>> plan = headwise.stream_plan(need, window=256, share=0.5)
         >>> plan.cache_ratio(4096)
         0.53
+        >>> plan = headwise.stream_plan(need, window=256, max_loss=0.01, model=model, batches=batches)
     """
     if not isinstance(need, ContextNeed):
         raise HeadwiseError(f"a ContextNeed is expected, as headwise.context_need gives it, got {brief(need)}")
     if window not in need.windows:
         measured = ", ".join(map(str, need.windows))
         raise HeadwiseError(f"window {brief(window)} was not measured; {measured} were")
-    if share is not None and cache_bytes is not None:
-        raise HeadwiseError("give a share or cache_bytes, not both")
+    if sum(choice is not None for choice in (share, cache_bytes, max_loss)) > 1:
+        raise HeadwiseError("give one of share, cache_bytes and max_loss")
+    if max_loss is None and (model is not None or batches is not None):
+        raise HeadwiseError("model and batches are for max_loss, which is not given")
     order = _by_change(need, window)
+    if max_loss is not None:
+        if isinstance(max_loss, bool) or not isinstance(max_loss, (int, float)) or not 0 <= max_loss < math.inf:
+            raise HeadwiseError(f"max_loss must be a number of at least 0, such as 0.01 for 1 %, got {brief(max_loss)}")
+        if model is None or batches is None:
+            raise HeadwiseError("max_loss needs model= and batches=, on which the loss is measured")
+        return largest_plan(need, window, order, float(max_loss), model, batches)
     if cache_bytes is None:
         share = 0.5 if share is None else share
         if not is_share(share):
@@ -69,12 +95,7 @@ def _by_change(need: ContextNeed, window: int) -> list[KVHead]:
 
 
 def _plan(need: ContextNeed, window: int, heads: list[KVHead]) -> StreamPlan:
-    streaming: dict[tuple[str, int], list[int]] = {layer[:2]: [] for layer in need.layers}
-    for kind, layer, head in heads:
-        streaming[kind, layer].append(head)
-    return StreamPlan(
-        by_layer_key(streaming, need.layers), need.layers, window, need.keep_first, "change of output through W_O"
-    )
+    return plan_of(heads, need.layers, window, need.keep_first, SCORE)
 
 
 def _within_budget(need: ContextNeed, window: int, order: list[KVHead], budget: Any, context: Any) -> StreamPlan:

@@ -23,20 +23,14 @@ def check_reading(reading: Reading | EagerReading, site: Site) -> Reading:
         raise UnsupportedError(f"{site} attends by its own eager code alone, in which windows cannot be measured")
     if type(reading) is not Reading:
         raise UnsupportedError(f"{site} attends to packed sequences; give one sequence per row")
-    options, offset, queries = reading.options, reading.options["offset"], reading.q.shape[2]
+    offset, queries = reading.options["offset"], reading.q.shape[2]
     if not reading.comparable or queries != reading.keys or isinstance(offset, Tensor) or offset:
         raise UnsupportedError(
             f"{site} attends to {reading.keys} keys from {queries} queries; give whole sequences without a cache"
         )
-    if options.get("keep_first") or _is_per_head(options.get("window")):
-        raise UnsupportedError(f"{site} has a window per head already; measure the model with full attention")
     if not _is_causal(reading):
         raise UnsupportedError(f"{site} attends to later tokens: without causal attention there is nothing to stream")
     return reading
-
-
-def _is_per_head(window: Any) -> bool:
-    return window is not None and any(isinstance(pair, (tuple, list)) for pair in window)
 
 
 def _is_causal(reading: Reading) -> bool:
@@ -57,9 +51,13 @@ def _is_causal(reading: Reading) -> bool:
 
 
 def own_window(reading: Reading) -> int | None:
-    """How many keys before a query its layer shows to it; None: all."""
+    """How many keys before a query its layer shows to it; None: all, to the heads that do not stream already."""
     window = reading.options.get("window")
-    return None if window is None else window[0]
+    return None if window is None or _is_per_head(window) else window[0]
+
+
+def _is_per_head(window: Any) -> bool:
+    return window is not None and any(isinstance(pair, (tuple, list)) for pair in window)
 
 
 def measure_call(
@@ -89,12 +87,12 @@ def measure_call(
     is_token = torch.ones(batch, queries, dtype=torch.bool, device=q.device) if real is None else real.to(q.device)
     counts = is_token if counted is None else is_token & counted.to(q.device)
     starts = _starts(reading, real)
-    outputs, lse = _attend(reading, starts, None, 0)
+    outputs, lse = _attend(reading, starts)
     weight = weight.to(outputs.dtype)
     written = _join_heads(outputs) @ weight.T  # (B, T, width)
     norm = _sum_tokens(written.norm(dim=-1), counts)
     lost_sums, change_sums = [], []
-    sliding = own_window(reading)
+    sliding, is_open = own_window(reading), ~_streaming_heads(reading)[:: q.shape[1] // kv_heads]
     for window in windows:
         losing = counts & _past_window(queries, starts, keep_first + window)
         if (sliding is not None and window > sliding) or not bool(losing.any()):
@@ -112,8 +110,8 @@ def measure_call(
             ],
             1,
         )  # (B, KV heads, T)
-        lost_sums.append(_sum_tokens(lost, losing[:, None]))
-        change_sums.append(_sum_tokens(change, losing[:, None]))
+        lost_sums.append(_sum_tokens(lost, losing[:, None]) * is_open)
+        change_sums.append(_sum_tokens(change, losing[:, None]) * is_open)
     sums = LayerSums(norm, np.stack(lost_sums, 1), np.stack(change_sums, 1))
     return counts.sum(1).cpu().numpy(), sums, _join_heads(outputs) * is_token[..., None]
 
@@ -136,17 +134,35 @@ def _past_window(queries: int, starts: Tensor, visible: int) -> Tensor:
     return torch.arange(queries, device=starts.device) - starts[:, None] >= visible
 
 
-def _attend(reading: Reading, starts: Tensor, window: int | None, keep_first: int) -> tuple[Tensor, Tensor]:
+def _attend(reading: Reading, starts: Tensor, window: int | None = None, keep_first: int = 0) -> tuple[Tensor, Tensor]:
     """Outputs (B, H, T, Dv) and log-sum-exps (B, H, T), with all keys of the layer or in a window."""
-    streaming = {"causal": True, "window": None if window is None else (window - 1, 0), "keep_first": keep_first}
+    visibility = {"causal": True, "starts": starts, **_head_windows(reading, window, keep_first)}
     parts = [
-        functional.attend_with_lse(
-            reading.q[:, :, block.rows], reading.k, reading.v,
-            **dict(block.options, starts=starts, **streaming),
-        )
+        functional.attend_with_lse(reading.q[:, :, block.rows], reading.k, reading.v, **{**block.options, **visibility})
         for block in _blocks(reading)
-    ]  # fmt: skip
+    ]
     return torch.cat([out for out, _ in parts], 2), torch.cat([lse for _, lse in parts], 2)
+
+
+def _head_windows(reading: Reading, window: int | None, keep_first: int) -> dict[str, Any]:
+    """attend's options for a window; heads that stream already keep their own."""
+    pair = (None if window is None else window - 1, 0)
+    streaming = _streaming_heads(reading)
+    if not streaming.any():
+        return {"window": None if window is None else pair, "keep_first": keep_first}
+    own, first = reading.options["window"], reading.options["keep_first"]
+    return {
+        "window": [mine if streams else pair for mine, streams in zip(own, streaming, strict=True)],
+        "keep_first": [mine if streams else keep_first for mine, streams in zip(first, streaming, strict=True)],
+    }
+
+
+def _streaming_heads(reading: Reading) -> np.ndarray:
+    """(H,) bool: the query heads that have a window of their own."""
+    window, heads = reading.options.get("window"), reading.q.shape[1]
+    if not _is_per_head(window):
+        return np.zeros(heads, dtype=bool)
+    return np.array([left is not None for left, _ in window])
 
 
 def _blocks(reading: Reading) -> Iterator[Block]:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .cost_model import costs as costs
     from .cost_model import crossings as crossings
     from .data_parallel import atlas as atlas
+    from .data_parallel import context_need as context_need
     from .data_parallel import importance as importance
     from .head_plan import HeadPlan as HeadPlan
     from .head_plan import plan as plan
@@ -49,6 +50,7 @@ _MODULES = {
     "Traffic": "traffic",
     "atlas": "data_parallel",
     "clip_grad_norm_": "clipping",
+    "context_need": "data_parallel",
     "costs": "cost_model",
     "count_traffic": "traffic",
     "crossings": "cost_model",

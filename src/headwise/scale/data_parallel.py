@@ -1,4 +1,4 @@
-"""Data parallel: an atlas and scores of heads, each rank on its part of the texts, merged exactly.
+"""Data parallel: an atlas, scores of heads and context needs, each rank on its part of the texts, merged exactly.
 
 Every rank saves its part in a file of its own. When one dies, torchrun starts all of them again, and each resumes from
 its file; at the end every part counts once. On several machines the folder must be on a shared disk.
@@ -20,10 +20,14 @@ from torch import nn
 from ..errors import HeadwiseError, UnsupportedError
 from ..models.fingerprint import batches_fingerprint, fingerprint, tokenizer_fingerprint
 from ..models.loading.resolve import resolve
+from ..models.structure.wrappers import inner_model
 from ..prune import HeadScores
 from ..prune.attention_layers import UNITS
+from ..prune.context_need import NeedSettings, measure_batches, need_inputs
+from ..prune.context_need_result import ContextNeed, join_needs
 from ..prune.importance import importance as importance_of
 from ..prune.importance import merge_examples
+from ..prune.need_files import NeedFiles
 from ..prune.registry import scores as registered_scores
 from ..roles.atlas import Atlas
 from ..roles.atlas import atlas as atlas_of
@@ -195,6 +199,68 @@ def importance(
         ranks.barrier("the merging of the scores")
         checkpoint.file.unlink(missing_ok=True)
     return merge_examples(model, all_batches, score, loss, unit, examples)
+
+
+def context_need(
+    model: nn.Module,
+    batches: Any = None,
+    windows: Sequence[int] = (64, 256),
+    keep_first: int = 4,
+    *,
+    tokenizer: Any = None,
+    length: int | None = None,
+    loss: bool | Mapping[Any, Sequence[int]] = False,
+    resume: str | os.PathLike[str] | None = None,
+    progress: Progress | None = None,
+    timeout: float = CORPUS_TIMEOUT,
+) -> ContextNeed:
+    """headwise.context_need over ranks: each measures its part of the batches, and all get the need of all of them.
+
+    All ranks must call it. The numbers are those of one process, to the bit.
+
+    Args:
+        model, batches, windows, keep_first, tokenizer, length, loss: as in headwise.context_need, the same on all
+            ranks.
+        resume: a folder in which each rank saves its batches; a run that was killed is resumed from there, also by
+            another number of ranks. What was saved is removed at the end.
+        progress: called on the first rank only, with the progress of all.
+        timeout: seconds that a finished rank waits for the others.
+
+    Example:
+        >>> with headwise.scale.init_ranks():
+        ...     need = headwise.scale.context_need(model, tokenizer=tokenizer, resume="unfinished")
+    """
+    ranks = ranks_of(timeout=timeout)
+    model = inner_model(model)
+    settings = NeedSettings(windows, keep_first, loss)
+    all_batches = list(need_inputs(model, batches, tokenizer, length))
+    content: dict[str, str] = {}
+
+    def describe_run() -> str:
+        content.update(
+            {
+                "task": "context need",
+                "model": fingerprint(model),
+                "batches": f"{len(all_batches)}, digest {batches_fingerprint(all_batches)}",
+                **{f"option {name}": repr(value) for name, value in settings.to_json().items()},
+            }
+        )
+        return _describe(content)
+
+    if ranks.count == 1:
+        return join_needs(measure_batches(model, all_batches, settings, resume, progress))
+    ranks.agree("what to measure", describe_run)
+    failures = ranks.share_failures("measuring its batches")
+    with run_folder(resume, ranks, content) as folder, interrupt_on_sigterm(), failures:
+        shown_progress = progress if ranks.first else None
+        measure_batches(model, all_batches, settings, folder, shown_progress, (ranks.rank, ranks.count))
+        ranks.barrier("the end of the batches")
+        whole = join_needs(measure_batches(model, all_batches, settings, folder, None))
+        ranks.barrier("the merging of the needs")
+        files = NeedFiles(folder, model, settings.to_json())
+        for batch in all_batches[ranks.rank :: ranks.count]:
+            files.path(batch).unlink(missing_ok=True)
+    return whole
 
 
 @contextmanager

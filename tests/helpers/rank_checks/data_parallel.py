@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,12 @@ import torch
 
 import headwise
 from headwise import scale
+from headwise.models.fingerprint import batches_fingerprint, fingerprint
 from headwise.prune.registry import scores
 from headwise.roles.atlas.build import atlas as atlas_alone
 from headwise.scale import run_folder
 from headwise.scale.ranks import Ranks
-from helpers.rank_inputs import small_batches, small_bert, small_texts
+from helpers.rank_inputs import small_batches, small_bert, small_decoder, small_texts
 from helpers.torchrun import assert_error
 
 from .registry import check
@@ -52,6 +54,42 @@ def importance_over_ranks_is_that_of_one_process(ranks: Ranks, folder: Path) -> 
         np.testing.assert_allclose(got.low["self"], want.low["self"], rtol=1e-4, atol=1e-6, err_msg=name)
         assert (got.objective, got.relative, got.count) == (want.objective, want.relative, want.count), name
         assert bool(steps) == (ranks.first and bool(whole_steps)), name
+
+
+@check
+def a_context_need_over_ranks_is_that_of_one_process_to_the_bit(ranks: Ranks, folder: Path) -> None:
+    model, work = small_decoder(), folder / "need"
+    torch.manual_seed(2)
+    batches = [torch.randint(0, 31, (1 + length % 2, length)) for length in (19, 14, 11, 23, 17)]
+    want = headwise.context_need(model, batches, (3, 7)).to_json()
+    for resume in (None, work):
+        steps = list[Any]()
+        assert scale.context_need(model, batches, (3, 7), resume=resume, progress=record_in(steps)).to_json() == want
+        assert bool(steps) == ranks.first
+    assert not work.exists()
+
+
+@check
+def a_context_need_is_resumed_by_any_number_of_ranks(ranks: Ranks, folder: Path) -> None:
+    model, work = small_decoder(), folder / "stopped need"
+    torch.manual_seed(2)
+    batches = [torch.randint(0, 31, (1, length)) for length in (19, 14, 11, 23, 17)]
+    want = headwise.context_need(model, batches, (3, 7)).to_json()
+    if ranks.first:  # as a run of one process leaves it
+        headwise.context_need(model, batches[1:4], (3, 7), resume=work)
+        content = {
+            "task": "context need", "model": fingerprint(model),
+            "batches": f"5, digest {batches_fingerprint(batches)}",
+            "option windows": "[3, 7]", "option keep_first": "4", "option loss": "False",
+        }  # fmt: skip
+        (work / "run.json").write_text(json.dumps({"content": content}))
+    ranks.barrier("the folder")
+    runs = list[Any]()
+    handle = model.register_forward_pre_hook(record_in(runs))
+    assert scale.context_need(model, batches, (3, 7), resume=work).to_json() == want
+    handle.remove()
+    expected = [number for number in (0, 4) if number % ranks.count == ranks.rank]
+    assert len(runs) == len(expected), (len(runs), expected)
 
 
 def text_file(kind: str, folder: Path, texts: list[str]) -> Path:

@@ -1,0 +1,95 @@
+"""The loss of every sequence, with full attention or where KV heads stream."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from ..circuits.inputs import to_device
+from ..errors import HeadwiseError, UnsupportedError
+from ..json_documents import brief
+from ..models.batches import batch_size, run
+from ..models.streaming.context import streaming
+from ..models.text_inputs import device_of
+from ..plans import StreamLayer, StreamPlan, by_layer_key
+from .objective import choose_objective
+
+KVHead = tuple[str, int, int]  # kind, layer, KV head
+
+
+def sequence_losses(model: nn.Module, batches: Sequence[Any]) -> np.ndarray:
+    """(N,): the mean loss of the labels of every sequence, or of its next tokens where there are no labels."""
+    losses = []
+    with torch.no_grad():
+        for batch in batches:
+            objective = choose_objective(model, batch, None)
+            if objective.name not in ("labels", "text"):
+                raise UnsupportedError(
+                    f"{type(model).__name__} gives no logits of the next tokens and has no loss; load it with its head"
+                )
+            batch = to_device(batch, device_of(model))
+            output = run(model, leave_out(model, batch, {"use_cache": False}))
+            losses.append(objective.damage(output, batch, None).double().cpu().numpy())
+    values = np.concatenate(losses)
+    if not np.isfinite(values).all():
+        raise HeadwiseError("a sequence's loss is not a finite number; check the model's logits for NaN and inf")
+    return values
+
+
+def leave_out(model: nn.Module, batch: Any, outputs: Mapping[str, Any]) -> Any:
+    """The batch, with arguments by which a model leaves out outputs that are not needed, where it has such ones."""
+    if not isinstance(batch, Mapping):
+        return batch
+    parameters = inspect.signature(model.forward).parameters
+    return {name: value for name, value in outputs.items() if name in parameters} | dict(batch)
+
+
+def plan_of(
+    heads: Sequence[KVHead], layers: tuple[StreamLayer, ...], window: int, keep_first: int, score: str = "by hand"
+) -> StreamPlan:
+    """The plan by which these KV heads stream."""
+    by_layer: dict[tuple[str, int], list[int]] = {layer[:2]: [] for layer in layers}
+    for kind, layer, head in heads:
+        by_layer[kind, layer].append(head)
+    return StreamPlan(by_layer_key(by_layer, layers), layers, window, keep_first, score)
+
+
+def check_loss_heads(choice: Any) -> dict[Any, list[int]] | bool:
+    """Whether changes of the loss are measured, or of which KV heads: {layer: KV heads}."""
+    if isinstance(choice, bool):
+        return choice
+    if not isinstance(choice, Mapping) or not all(isinstance(heads, (list, tuple)) for heads in choice.values()):
+        raise HeadwiseError(f"loss is True, False or {{layer: [KV heads]}}, got {brief(choice)}")
+    return {key: sorted(heads) for key, heads in choice.items()}
+
+
+def loss_heads(choice: Mapping[Any, list[int]] | bool, layers: tuple[StreamLayer, ...]) -> list[KVHead]:
+    """The KV heads whose change of the loss is measured; those of layers with a window of their own cannot stream."""
+    if isinstance(choice, Mapping):
+        plan = StreamPlan(dict(choice), layers, 1)  # refuses layers and heads that there are not
+        keys = {key if isinstance(key, tuple) else (layers[0].kind, key): heads for key, heads in plan.heads.items()}
+        return [(*layer[:2], head) for layer in layers for head in keys.get(layer[:2], [])]
+    return [(*layer[:2], head) for layer in layers if layer.window is None for head in range(layer.kv_heads)]
+
+
+def loss_changes(
+    model: nn.Module, batch: Any, layers: tuple[StreamLayer, ...], heads: Sequence[KVHead], windows: Sequence[int],
+    keep_first: int,
+) -> tuple[np.ndarray, list[np.ndarray]]:  # fmt: skip
+    """The losses (B,) of a batch, and for each layer their changes (B, W, KV heads) where one KV head streams.
+
+    NaN for other KV heads. The model runs once per window and KV head.
+    """
+    full = sequence_losses(model, [batch])
+    changes = [np.full((batch_size(batch), len(windows), layer.kv_heads), np.nan) for layer in layers]
+    places = {layer[:2]: place for place, layer in enumerate(layers)}
+    for i, window in enumerate(windows):
+        for kind, layer, head in heads:
+            with streaming(model, plan_of([(kind, layer, head)], layers, window, keep_first)):
+                changes[places[kind, layer]][:, i, head] = sequence_losses(model, [batch]) - full
+    return full, changes
