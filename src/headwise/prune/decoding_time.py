@@ -16,7 +16,8 @@ from ..models.evaluation import evaluating
 from ..models.text_inputs import device_of, vocabulary_size
 from ..plans import StreamLayer, StreamPlan
 from ..timing import race_on_one_thread
-from .stream_quality import forward_options, streams
+from .sequence_losses import leave_out, plan_of
+from .stream_quality import streams
 
 MEMORY_SHARE = 0.5  # of the free memory that the caches of one race may take together
 ROUNDS = 3
@@ -56,13 +57,13 @@ def prefill_times(model: Any, plans: Plans, length: int) -> dict[str, float]:
     """Seconds per pass over so many random tokens, by the name of the plan; the last token's logits alone."""
     random = torch.Generator().manual_seed(0)
     ids = torch.randint(vocabulary_size(model) or 1, (1, length), generator=random).to(device_of(model))
-    options = forward_options(model, logits_to_keep=1)
+    batch = leave_out(model, {"input_ids": ids}, {"use_cache": False, "logits_to_keep": 1})
     with evaluating(model), torch.inference_mode():
 
         def contestant(name: str) -> Callable[[], None]:
             def read() -> None:
                 with streams(model, plans[name]):
-                    model(ids, **options)
+                    model(**batch)
 
             return read
 
@@ -74,7 +75,7 @@ def _any_plan(plans: Plans) -> StreamPlan:
 
 
 def _bytes(plan: StreamPlan, context: int, full: bool) -> int:
-    return StreamPlan({}, plan.layers, plan.window).cache_bytes(context) if full else plan.cache_bytes(context)
+    return (plan_of([], plan.layers, 1, 0) if full else plan).cache_bytes(context)
 
 
 def _filled_cache(model: Any, plan: StreamPlan | None, layers: tuple[StreamLayer, ...], context: int) -> Any:

@@ -26,7 +26,7 @@ class Table:
     """Rows of cells under a header; the first column is text, the others are numbers."""
 
     header: tuple[str, ...]
-    rows: list[tuple[str, ...]]
+    rows: Sequence[tuple[str, ...]]
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from .document import Block, Document, Items, Picture, Preformatted, Section, Ta
 from .output_directory import GROUP_REPORT
 from .quality import LossChange, Quality, Size
 from .recovery import LEARNING_RATE
-from .report import with_interval, with_share
+from .report import Rows, with_interval, with_share
 from .verdicts import GROUPING_RULE, cache_verdict, loss_verdict
 
 if TYPE_CHECKING:
@@ -176,9 +176,9 @@ def write_group_report(report: GroupReport, folder: Path, picture: bool = False)
     write_document(group_document(report, picture), report.to_json(), folder, GROUP_REPORT.removesuffix(".json"))
 
 
-def _comparison(report: GroupReport, before: str) -> list[tuple[str, ...]]:
+def _comparison(report: GroupReport, before: str) -> Rows:
     point = report.chosen
-    rows = [
+    rows: Rows = [
         ("KV heads per layer", before, str(point.kv_heads)),
         ("parameters", f"{report.before.parameters:,}", with_share(point.size.parameters, report.before.parameters)),
     ]
@@ -201,7 +201,7 @@ def _comparison(report: GroupReport, before: str) -> list[tuple[str, ...]]:
 def _curve(report: GroupReport) -> Table:
     """One row per number of KV heads and grouping, the full model first."""
     recovery = bool(report.options.recover)
-    header = ("KV heads, grouping", "cache", report.full.name, "change of the loss")
+    header: tuple[str, ...] = ("KV heads, grouping", "cache", report.full.name, "change of the loss")
     header += (f"{report.full.name}, recovered", "change of the loss") if recovery else ()
     full = ("all", "1.00", with_interval(report.full), "", *(("", "") if recovery else ()))
     rows = [full]

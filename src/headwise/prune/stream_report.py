@@ -14,6 +14,7 @@ from ..timing import machine_summary
 from .document import Block, Document, Items, Preformatted, Section, Table, write_document
 from .other_levers import COMBINING, Int8, int8_words
 from .quality import LossChange
+from .sequence_losses import loss_heads, plan_of
 from .verdicts import (
     LARGEST_STREAMING_LOSS,
     LEAST_NEEDLES,
@@ -114,10 +115,10 @@ class StreamReport:
 
     def cache_bytes(self, variant: str, context: int) -> int:
         """Bytes of the cache of one sequence; random choice streams as many heads as the plan."""
-        eligible = [layer for layer in self.plan.layers if layer.window is None]
-        heads = {FULL: {}, ALL: {_key(self.plan, layer): [*range(layer.kv_heads)] for layer in eligible}}
-        shown = self.plan if variant in (PLAN, RANDOM) else None
-        plan = shown or StreamPlan(heads[variant], self.plan.layers, self.plan.window, self.plan.keep_first)
+        plan = self.plan
+        if variant in (FULL, ALL):
+            heads = loss_heads(True, plan.layers) if variant == ALL else []
+            plan = plan_of(heads, plan.layers, plan.window, plan.keep_first)
         return plan.cache_bytes(context)
 
     def verdict(self) -> str:
@@ -211,8 +212,8 @@ def _loss_table(report: StreamReport) -> Table:
     length = report.options.length
     header = ("", "KV heads streaming", f"cache at {length:,} tokens", "loss", "change of the loss", "needle answers")
     whole = report.cache_bytes(FULL, length)
-    eligible = sum(layer.kv_heads for layer in report.plan.layers if layer.window is None)
-    streaming = {FULL: 0, PLAN: report.plan.streaming, ALL: eligible, RANDOM: report.plan.streaming}
+    eligible = loss_heads(True, report.plan.layers)
+    streaming = {FULL: 0, PLAN: report.plan.streaming, ALL: len(eligible), RANDOM: report.plan.streaming}
     rows = []
     for variant in VARIANTS:
         accuracy = report.accuracy(variant)
@@ -307,8 +308,3 @@ def _interval_words(change: LossChange) -> str:
 def _finite(values: dict[str, float]) -> dict[str, float | None]:
     """NaN is not JSON: an interval over one piece has no ends."""
     return {name: None if np.isnan(value) else value for name, value in values.items()}
-
-
-def _key(plan: StreamPlan, layer: Any) -> Any:
-    """The layer's key in a plan: its number where there is one kind of attention."""
-    return layer[:2] if len({other.kind for other in plan.layers}) > 1 else layer.layer

@@ -136,9 +136,26 @@ class _Run:
             resume=self.pieces.folder / "need",
             progress=lambda step, total: self.progress("what heads need", step, total or step),
         )
-        if options.cache_bytes is not None:
-            return stream_plan(need, window=options.window, cache_bytes=options.cache_bytes, context=self.length)
-        return stream_plan(need, window=options.window, share=options.share)
+        if options.max_loss is None:
+            return stream_plan(
+                need,
+                window=options.window,
+                share=options.share,
+                cache_bytes=options.cache_bytes,
+                context=self.length,
+            )
+
+        def search() -> Any:
+            bounded = stream_plan(
+                need, window=options.window, max_loss=options.max_loss, model=self.model, batches=texts.batches
+            )
+            return bounded.to_json()
+
+        key = {
+            "max_loss": options.max_loss, "window": options.window, "keep_first": options.keep_first,
+            "texts": batches_fingerprint(texts.batches),
+        }  # fmt: skip
+        return StreamPlan.from_json(self.pieces.piece("plan", key, search))
 
     def losses(self, plan: StreamPlan, texts: StreamTexts) -> dict[str, np.ndarray]:
         """The loss of every reporting piece under every variant; random choice as (draws, pieces)."""
