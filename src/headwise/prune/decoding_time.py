@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ..models.evaluation import evaluating
 from ..models.text_inputs import device_of, vocabulary_size
@@ -82,6 +81,7 @@ def _filled_cache(model: Any, plan: StreamPlan | None, layers: tuple[StreamLayer
     """A cache with the random keys and values of so many tokens."""
     from transformers import DynamicCache
 
+    from ..attention.nn.streamed_keys import StreamedKeys
     from ..models.streaming import HeadCache
 
     cache = DynamicCache(config=model.config) if plan is None else HeadCache(plan)
@@ -91,10 +91,13 @@ def _filled_cache(model: Any, plan: StreamPlan | None, layers: tuple[StreamLayer
         width = layer.token_bytes // (2 * parameter.element_size())
         shape = (1, layer.kv_heads, context, width)
 
-        def draw() -> Tensor:
-            return torch.randn(shape, generator=random).to(parameter.device, parameter.dtype)  # noqa: B023
-
-        cache.update(draw(), draw(), layer.layer)
+        keys, values = (torch.randn(shape, generator=random).to(parameter) for _ in range(2))
+        streamed = getattr(cache.layers[layer.layer], "cached", None) if plan is not None else None
+        if isinstance(streamed, StreamedKeys):  # which take keys from the attention function alone
+            streamed.full.append(keys[:, streamed.whole], values[:, streamed.whole])
+            streamed.ring.add(keys[:, streamed.streaming], values[:, streamed.streaming], cache.sequences)
+        else:
+            cache.update(keys, values, layer.layer)
     return cache
 
 
