@@ -19,6 +19,7 @@ _LOCATIONS = {
     "Decoder": "attention.nn.stack",
     "Effects": "circuits.effects",
     "Encoder": "attention.nn.stack",
+    "HeadCache": "models.streaming.head_cache",
     "HeadMatrices": "circuits.head_matrices",
     "HeadStats": "attention.stats",
     "Heads": "heads",
@@ -132,6 +133,7 @@ if TYPE_CHECKING:
     from .models.loading.loader import tokenizer as tokenizer
     from .models.register import register as register
     from .models.streaming.context import streaming as streaming
+    from .models.streaming.head_cache import HeadCache as HeadCache
     from .models.structure.adapters import adapt as adapt
     from .models.surgery.removal import prune_heads as prune_heads
     from .models.surgery.saving import save as save

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from ..attention.functional import attend
 from ..attention.torch_modes import is_recording
 from ..errors import UnsupportedError
+from .streaming.cached_attention import attend_cached
+from .streaming.deferred_keys import DeferredKeys
 from .structure.discovery import ModuleClass
 from .watching.call_reader import ModelCall, read
 from .watching.lazy_masks import LazyMask, MaskRecipe
@@ -64,6 +66,10 @@ def attention(
         raise UnsupportedError(
             f'{cls.__name__} hides keys only under attn_implementation="eager" or "sdpa"; use one of them'
         )
+    if isinstance(key, DeferredKeys):
+        recipe = attention_mask.recipe if isinstance(attention_mask, LazyMask) else None
+        options["dropout"] = dropout
+        return attend_cached(ModelCall(module, query, key, value, attention_mask, options, NAME), recipe)
     if query.shape[2] == 1 and _is_plain_step(attention_mask, key, options):
         out = attend(query, key, value, mask=attention_mask, scale=options.get("scaling"), dropout=dropout)
         return out.transpose(1, 2).contiguous(), None

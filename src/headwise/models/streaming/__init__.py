@@ -1,6 +1,8 @@
-"""`headwise.streaming`: KV heads that see and keep only the first and the most recent keys.
+"""`headwise.streaming` and `headwise.HeadCache`: KV heads that see and keep only the first and the most recent keys.
 
-`context` puts our attention in place of a model's own while some of its heads stream.
+`context` puts our attention in place of a model's own while some of its heads stream. `head_cache` is the cache for it:
+it hands `deferred_keys` to the model, which `cached_attention` reads, where the mask tells the `padding`. `generation`
+gives the cache to `generate`.
 """
 
 from __future__ import annotations
@@ -12,8 +14,10 @@ from ...lazy import lazy_names
 if TYPE_CHECKING:
     from .context import Streaming as Streaming
     from .context import streaming as streaming
+    from .head_cache import HeadCache as HeadCache
 
 _MODULES = {
+    "HeadCache": "head_cache",
     "Streaming": "context",
     "streaming": "context",
 }

@@ -24,6 +24,10 @@ from ..watching.packing import is_paged
 from ..watching.registry import Replacement, newest_recipe, pass_masks, recipe_of
 from ..watching.sources import Function
 from ..watching.trust import agrees
+from .cached_attention import attend_cached
+from .deferred_keys import DeferredKeys
+from .generation import HeadCacheGeneration
+from .windows import layer_windows
 
 
 def streaming(model: nn.Module, plan: StreamPlan) -> Streaming:
@@ -33,6 +37,10 @@ def streaming(model: nn.Module, plan: StreamPlan) -> Streaming:
     sliding window of their own, see what they saw before. The layers of the plan attend by `headwise.attend` meanwhile,
     whatever attn_implementation the model has; code that torch.compile made of it runs uncompiled. Everything is put
     back at the end, also after an exception.
+
+    `model.generate` keeps its keys in a `headwise.HeadCache`, where streaming heads have only the keys that they see. A
+    cache that you choose, by past_key_values or cache_implementation, is used as it is: heads see the same keys, and
+    nothing is saved. So is the cache that a call of the model itself makes.
 
     Args:
         model: a decoder of transformers whose attention goes through its registry.
@@ -47,7 +55,7 @@ def streaming(model: nn.Module, plan: StreamPlan) -> Streaming:
 
     Example:
         >>> with headwise.streaming(model, plan):
-        ...     outputs = model(**inputs)
+        ...     tokens = model.generate(**inputs, max_new_tokens=100)
     """
     if not isinstance(plan, StreamPlan):
         raise HeadwiseError(f"a StreamPlan is expected, as headwise.stream_plan gives it, got {type(plan).__name__}")
@@ -92,6 +100,7 @@ class Streaming:
         self._tracker = PassTracker(
             model, sites, self._hooks, awaits="attention function", consequence="its heads cannot stream"
         )
+        self._generation = HeadCacheGeneration(model, plan)
         self._checked: set[nn.Module] = set()  # modules whose calls mean what they are read as
 
     def __enter__(self) -> Streaming:
@@ -101,7 +110,7 @@ class Streaming:
             raise HeadwiseError(
                 f"heads of {type(self.model).__name__} stream already; leave that headwise.streaming first"
             )
-        return self._hooks.set(self, self._set_hooks, self._replace)
+        return self._hooks.set(self, self._set_hooks, self._replace, self._generation.install)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -128,12 +137,16 @@ class Streaming:
         )
 
     def _restore(self) -> None:
+        self._generation.remove()
         registry.restore_functions(site.module for site in self._planned.values())
 
     def _answer(self, call: ModelCall, eager: Function) -> tuple[Tensor, Any]:
         """Answer an attention call of the model by our own attention."""
         check_values(call.query, call.module, "stream")
         recipe = recipe_of(call.mask)
+        if isinstance(call.key, DeferredKeys):
+            self._check_cached_call(call, call.key, eager, recipe)
+            return attend_cached(call, recipe)
         similar = newest_recipe(call.query.shape[2], call.key.shape[2], has_mask=call.mask is not None)
         self._check_call(call, recipe or similar)
         self._check_reading(call, eager, recipe, similar)
@@ -158,6 +171,18 @@ class Streaming:
         if hides_nothing and call.query.shape[2] > 1:
             raise UnsupportedError(f"{name} attends to later tokens; heads of causal attention alone can stream")
 
+    def _check_cached_call(
+        self, call: ModelCall, key: DeferredKeys, eager: Function, recipe: MaskRecipe | None
+    ) -> None:
+        """Refuse a HeadCache of another plan, and attention that is not plain."""
+        windows, cached = call.windows, key.cached
+        if windows != HeadWindows(
+            cached.kv_heads, frozenset(cached.streaming), cached.ring.window, cached.ring.keep_first
+        ):
+            raise HeadwiseError("this HeadCache was made for another plan than that by which the model streams")
+        if not cached.length and isinstance(call.value, DeferredKeys):
+            self._check_reading(call._replace(key=key.new, value=call.value.new), eager, recipe, None)
+
     def _check_reading(
         self, call: ModelCall, eager: Function, recipe: MaskRecipe | None, similar: MaskRecipe | None
     ) -> None:
@@ -179,15 +204,3 @@ class Streaming:
 def _agrees(reading: Reading, own: EagerReading, real: Tensor | None) -> bool:
     fits = real is not None and tuple(real.shape) == (reading.q.shape[0], reading.q.shape[2])
     return agrees(reading, own.exact(), real.to(reading.q.device) if fits and real is not None else None)
-
-
-def layer_windows(plan: StreamPlan) -> dict[tuple[str, int], HeadWindows]:
-    """The windows of every layer in which heads stream, by (kind, layer)."""
-    by_key = {layer[:2]: layer for layer in plan.layers}
-    windows = {}
-    for key, heads in plan.heads.items():
-        full_key = key if isinstance(key, tuple) else (plan.layers[0].kind, key)
-        if heads:
-            kv_heads = by_key[full_key].kv_heads
-            windows[full_key] = HeadWindows(kv_heads, frozenset(heads), plan.window, plan.keep_first)
-    return windows

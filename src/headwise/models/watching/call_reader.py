@@ -13,6 +13,7 @@ from ...attention import functional
 from ...attention.stats import HeadStats
 from ...errors import UnsupportedError
 from ..multihead import HIDDEN
+from ..streaming.deferred_keys import DeferredKeys
 from .head_windows import HeadWindows
 from .lazy_masks import LazyMask, MaskRecipe
 
@@ -176,6 +177,11 @@ def read(call: ModelCall, recipe: MaskRecipe | None, similar: MaskRecipe | None,
     if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
         shapes = ", ".join(str(tuple(x.shape)) for x in (q, k, v))
         raise UnsupportedError(f"{type(call.module).__name__} attends on shapes {shapes}; 4 axes are expected")
+    if isinstance(k, DeferredKeys):
+        raise UnsupportedError(
+            "heads cannot be watched through a HeadCache, whose streaming heads have fewer keys than the others; give "
+            "past_key_values=DynamicCache(), or use_cache=False"
+        )
     queries, keys = q.shape[2], k.shape[2]
     band: tuple[int | None, int | None] = (None, None)
     mask, by_block = None, None

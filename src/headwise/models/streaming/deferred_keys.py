@@ -1,0 +1,45 @@
+"""The keys that a HeadCache gives to a model: a tensor without values, which only our attention function can read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...attention.nn.streamed_keys import SequenceStarts, StreamedKeys
+from ...errors import UnsupportedError
+
+
+class DeferredKeys(Tensor):
+    """New keys or values of a layer, on their way to the attention function that adds them to the cached ones.
+
+    It has the shape of all keys (B, Hkv, Tk, D) and no values: KV heads that stream have fewer keys than others, so
+    that there is no such tensor. Whatever computes on it gets an error in words.
+    """
+
+    new: Tensor  # (B, Hkv, T, D)
+    cached: StreamedKeys
+    sequences: SequenceStarts
+
+    @staticmethod
+    def __new__(cls, new: Tensor, cached: StreamedKeys, sequences: SequenceStarts) -> DeferredKeys:
+        batch, heads, count, width = new.shape
+        size = (batch, heads, cached.length + count, width)
+        keys: DeferredKeys = torch.Tensor._make_wrapper_subclass(cls, size, dtype=new.dtype, device=new.device)
+        keys.new, keys.cached, keys.sequences = new, cached, sequences
+        return keys
+
+    def __init__(self, new: Tensor, cached: StreamedKeys, sequences: SequenceStarts) -> None:
+        super().__init__()
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"DeferredKeys{tuple(self.shape)}"
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        raise UnsupportedError(
+            f"{func} cannot read the keys of a HeadCache, whose streaming heads have fewer keys than the others; load "
+            'the model with attn_implementation="headwise" (after headwise.register()), or run it inside '
+            "headwise.streaming(model, plan)"
+        )

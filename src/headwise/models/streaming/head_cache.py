@@ -1,0 +1,240 @@
+"""HeadCache: a cache for transformers' models in which KV heads that stream keep only the first and the recent keys."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicSlidingWindowLayer
+
+from ...attention.nn.streamed_keys import GrowingKeys, StreamedKeys
+from ...errors import CacheError, HeadwiseError, UnsupportedError
+from ...plans import StreamLayer, StreamPlan
+from .deferred_keys import DeferredKeys
+from .padded_sequences import PaddedSequences
+from .windows import layer_windows
+
+
+class HeadCache(Cache):
+    """A cache for `past_key_values`, in which the KV heads of a plan keep `keep_first` first and `window` recent keys.
+
+    The other heads keep all keys, and layers with a sliding window of their own keep what transformers keeps for them.
+    What a model generates with it is what it generates with all keys and a mask per head.
+
+    It needs our attention function: load the model with attn_implementation="headwise" (after `headwise.register()`),
+    or run it inside `headwise.streaming(model, plan)`, where `generate` makes a HeadCache by itself. Every other
+    attention function is refused, in words. Padding must be on the left. Beams, prompts in chunks, several turns of a
+    chat and assisted decoding work; `crop` is refused where the tokens to remove have overwritten others, unless
+    `activate_past_recording()` was called before they came, as assisted decoding does.
+
+    Args:
+        plan: made for the model.
+
+    Raises:
+        HeadwiseError: for a plan without layers, or with layers of several kinds.
+
+    Example:
+        >>> cache = headwise.HeadCache(plan)
+        >>> with headwise.streaming(model, plan):
+        ...     tokens = model.generate(**inputs, past_key_values=cache)
+        >>> cache.memory_bytes
+    """
+
+    def __init__(self, plan: StreamPlan) -> None:
+        if not isinstance(plan, StreamPlan):
+            raise HeadwiseError(f"a StreamPlan is expected, as headwise.stream_plan gives, got {type(plan).__name__}")
+        kinds = {layer.kind for layer in plan.layers}
+        if len(kinds) != 1 or [layer.layer for layer in plan.layers] != list(range(len(plan.layers))):
+            raise UnsupportedError(
+                "a HeadCache is for decoders whose layers all attend; this plan has "
+                f"{len(plan.layers)} layers of {len(kinds)} kinds: {', '.join(str(x.layer) for x in plan.layers[:9])}"
+            )
+        self.plan = plan
+        self.sequences = PaddedSequences()
+        windows = layer_windows(plan)
+        super().__init__(layers=[self._new_layer(layer, windows.get(layer[:2])) for layer in plan.layers])
+
+    def _new_layer(self, layer: StreamLayer, windows: Any) -> CacheLayerMixin:
+        if layer.window is not None:
+            return DynamicSlidingWindowLayer(layer.window)
+        if windows is None:
+            return FullLayer()
+        keys = StreamedKeys(layer.kv_heads, sorted(windows.streaming), windows.window, windows.keep_first)
+        return StreamingLayer(keys, self.sequences)
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes that are allocated for keys and values.
+
+        Heads that keep all keys have room for a quarter more, or for 64 tokens; those that stream have all of their
+        keep_first + window slots at once.
+        """
+        storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in self._tensors()}
+        return sum(storages.values())
+
+    def _tensors(self) -> list[Tensor]:
+        tensors: list[Tensor] = []
+        for layer in self.layers:
+            if isinstance(layer, (FullLayer, StreamingLayer)):
+                tensors += layer.cached.tensors
+            elif layer.keys is not None and layer.values is not None:
+                tensors += [layer.keys, layer.values]
+        return tensors
+
+    @torch.compiler.disable
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Take new keys and values (B, Hkv, T, D) of a layer."""
+        if layer_idx >= len(self.layers):
+            raise CacheError(
+                f"the plan of this HeadCache has {len(self.layers)} layers, and layer {layer_idx} has come"
+            )
+        expected = self.plan.layers[layer_idx].kv_heads
+        if key_states.shape[1] != expected:
+            raise CacheError(
+                f"layer {layer_idx} has {expected} KV heads by the plan of this HeadCache, got {key_states.shape[1]}"
+            )
+        keys: tuple[Tensor, Tensor] = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        return keys
+
+    def reset(self) -> None:
+        """Empty the cache, for other sequences."""
+        super().reset()
+        self.sequences.forget()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the newest tokens, -tokens_to_remove of them; refused as a whole where a layer cannot."""
+        if tokens_to_remove > 0:
+            raise CacheError(f"crop takes the number of tokens to remove as a negative number, got {tokens_to_remove}")
+        length = self.get_seq_length() + tokens_to_remove
+        if length < 0:
+            raise CacheError(f"{self.get_seq_length()} tokens are cached; {-tokens_to_remove} cannot be removed")
+        for index, layer in enumerate(self.layers):
+            if tokens_to_remove and not self._can_crop(layer, length):
+                raise CacheError(
+                    f"{-tokens_to_remove} tokens cannot be removed: in layer {index} they have overwritten earlier "
+                    "ones; call activate_past_recording() before they come, or use a DynamicCache inside "
+                    "headwise.streaming"
+                )
+        super().crop(tokens_to_remove)
+        self.sequences.change(lambda starts: starts.clamp(max=length))  # a row of nothing but padding has not begun
+
+    def _can_crop(self, layer: CacheLayerMixin, length: int) -> bool:
+        if isinstance(layer, StreamingLayer):
+            return layer.cached.can_crop(length, self.sequences)
+        if isinstance(layer, DynamicSlidingWindowLayer):
+            return layer.record_past or layer.get_seq_length() < layer.sliding_window
+        return True
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Other sequences in the batch, as beam search chooses them."""
+        super().reorder_cache(beam_idx)
+        self.sequences.change(lambda starts: starts[beam_idx.to(starts.device)])
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each sequence several times."""
+        super().batch_repeat_interleave(repeats)
+        self.sequences.change(lambda starts: starts.repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Some sequences of the batch."""
+        super().batch_select_indices(indices)
+        self.sequences.change(lambda starts: starts[indices])
+
+
+class _OwnLayer(CacheLayerMixin):
+    """What the layers of a HeadCache have in common; their keys are in `cached`."""
+
+    is_sliding = False
+    is_croppable = True
+    supports_early_init = False
+    cached: GrowingKeys | StreamedKeys
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing is allocated before keys come."""
+
+    def get_seq_length(self) -> int:
+        return self.cached.length
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.cached.length + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def offload(self) -> None:
+        raise UnsupportedError("a HeadCache stays on its device; use a DynamicCache inside headwise.streaming")
+
+    def prefetch(self) -> None:
+        self.offload()
+
+    def _change(self, function: Callable[[Tensor], Tensor]) -> None:
+        if self.cached.length:
+            self.cached.change(function)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:  # type: ignore[override]
+        self._change(lambda x: x.index_select(0, beam_idx.to(x.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._change(lambda x: x.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self._change(lambda x: x[indices])
+
+
+class FullLayer(_OwnLayer):
+    """A layer all of whose heads keep all keys, in one allocation that grows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cached: GrowingKeys = GrowingKeys()
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        self.is_initialized = True
+        return self.cached.append(key_states, value_states)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        self.cached.crop(self.cached.length + tokens_to_remove)
+
+    def reset(self) -> None:
+        self.cached = GrowingKeys()
+        self.is_initialized = False
+
+
+class StreamingLayer(_OwnLayer):
+    """A layer some of whose heads stream."""
+
+    def __init__(self, cached: StreamedKeys, sequences: PaddedSequences) -> None:
+        super().__init__()
+        self.cached: StreamedKeys = cached
+        self.sequences = sequences
+
+    @property
+    def record_past(self) -> bool:
+        """Whether new keys wait for `crop` before they overwrite others."""
+        return self.cached.record_past
+
+    @record_past.setter
+    def record_past(self, value: bool) -> None:
+        self.cached.record_past = value
+
+    def activate_past_recording(self) -> None:
+        self.record_past = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        self.is_initialized = True
+        return (
+            DeferredKeys(key_states, self.cached, self.sequences),
+            DeferredKeys(value_states, self.cached, self.sequences),
+        )
+
+    def crop(self, tokens_to_remove: int) -> None:
+        self.cached.crop(self.cached.length + tokens_to_remove, self.sequences)
+
+    def reset(self) -> None:
+        old = self.cached
+        self.cached = StreamedKeys(old.kv_heads, old.streaming, old.ring.window, old.ring.keep_first)
+        self.is_initialized = False
