@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -78,22 +80,20 @@ def test_stream_writes_a_plan_and_a_report_that_agree_with_the_model(
                 else:
                     with headwise.streaming(model, own):
                         loss = model(row, labels=row).loss
-            assert report["losses"][variant][column] == pytest.approx(float(loss), rel=1e-4)
+            # both are means of float32 numbers, which differ by the order of the sum at most
+            rounding = LENGTH * torch.finfo(torch.float32).eps
+            assert report["losses"][variant][column] == pytest.approx(float(loss), rel=rounding)
     full_cache = 2 * 3 * 2 * 8 * 4  # layers x KV heads x (key and value) x width x bytes
     assert report["cache_bytes"]["300"][FULL] == 300 * full_cache
     assert report["cache_bytes"]["300"][PLAN] == 300 * full_cache // 2 + (WINDOW + 4) * full_cache // 2
     assert report["cache_share"] == pytest.approx(0.5 + 0.5 * (WINDOW + 4) / LENGTH)
-    assert set(report["decoding_seconds"]) == {"64", "300"} and set(report["prefill_seconds"]) == {
-        FULL,
-        PLAN,
-        ALL,
-        RANDOM,
-    }
+    assert set(report["decoding_seconds"]) == {"64", "300"}
+    assert set(report["prefill_seconds"]) == {FULL, PLAN, ALL, RANDOM}
     assert all(seconds > 0 for times in report["decoding_seconds"].values() for seconds in times.values())
     assert {len(results) for results in report["needles"].values()} == {3}
     assert not list(tmp_path.glob(".out*")), "the pieces are removed once the report is saved"
     page, markdown = (out / "streaming.html").read_text(), (out / "streaming.md").read_text()
-    assert "3 of 6 KV heads streaming" in page and "3 of 6 KV heads streaming" in markdown and "http" not in page
+    assert "3 of 6 KV heads streaming" in page and "3 of 6 KV heads streaming" in markdown and "//" not in page
 
 
 def test_a_stopped_stream_run_resumes_with_its_finished_pieces(
@@ -113,7 +113,7 @@ def test_a_stopped_stream_run_resumes_with_its_finished_pieces(
     assert code == 130 and out == "" and err.count("\n") == 1 and not (tmp_path / "out").exists()
     assert len(list((tmp_path / ".out.pieces").glob("loss-*.json"))) == 6
     code, out, _ = stream(capsys, *args)
-    expected = 7 + 4 + 0 if int8_problem() else 7 + 4 + 4  # ten losses in all, six of them finished; int8 has its own
+    expected = 7 + 4 + (0 if int8_problem() else 4)  # ten losses in all, six of them finished; int8 has its own
     assert code == 0 and len(calls) == expected
     assert np.isfinite(json.loads(out)["losses"][RANDOM]).all()
 
@@ -251,16 +251,38 @@ def test_random_plans_stream_as_many_heads_and_differ_by_draw() -> None:
     assert whole_plan(sliding).streaming == sum(layer.kv_heads for layer in sliding.layers if layer.window is None) < 6
 
 
-def test_int8_is_measured_or_its_absence_is_said() -> None:
-    model = build("llama", dtype=torch.float32)
-    if int8_problem() is not None:
-        assert "pip install torchao" in int8_words(str(int8_problem()))
-        pytest.skip("torchao is not installed")
-    result = measure_int8(model, lambda m: float(m(torch.arange(5)[None]).logits.abs().mean()), 1)
-    linear = sum(m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear))
-    assert result.bytes_before == stored_bytes(model) == 4 * sum(p.numel() for p in model.parameters())
-    saved = result.bytes_before - result.bytes_after
-    assert 2 * linear < saved < 3 * linear and result.loss_after != result.loss_before
+def test_int8_leaves_a_tied_output_head_alone_and_counts_stored_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for torchao that stores half as many bytes, since torchao is optional."""
+
+    def quantize(model: Any, config: Any, filter_fn: Any) -> None:
+        for path, module in model.named_modules():
+            if filter_fn(module, path):
+                module.weight = torch.nn.Parameter(module.weight.detach().half(), requires_grad=False)
+
+    package, quantization = ModuleType("torchao"), ModuleType("torchao.quantization")
+    vars(package).update(__version__="0.0")
+    vars(quantization).update(Int8WeightOnlyConfig=object, quantize_=quantize)
+    monkeypatch.setitem(sys.modules, "torchao", package)
+    monkeypatch.setitem(sys.modules, "torchao.quantization", quantization)
+    for tied in (False, True):
+        config = transformers.LlamaConfig(
+            vocab_size=31, hidden_size=24, intermediate_size=17, num_hidden_layers=2, num_attention_heads=6,
+            tie_word_embeddings=tied,
+        )  # fmt: skip
+        model = transformers.LlamaForCausalLM(config)
+        result = measure_int8(model, lambda m: float(stored_bytes(m)), 3)
+        linear = sum(m.weight.numel() for m in model.model.layers.modules() if isinstance(m, torch.nn.Linear))
+        head = 0 if tied else 31 * 24
+        assert result.bytes_before == 4 * sum(p.numel() for p in model.parameters())
+        assert result.bytes_before - result.bytes_after == 2 * (linear + head) and result.pieces == 3
+        assert result.loss_after == result.bytes_after, "the loss is that of the quantized copy"
+
+
+def test_a_report_without_torchao_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headwise.prune.other_levers.find_spec", lambda name: None)
+    assert int8_words(str(int8_problem())) == (
+        "int8 weights: not measured: torchao is not installed (pip install torchao)."
+    )
 
 
 def test_the_words_for_int8_give_size_and_change_of_the_loss() -> None:
