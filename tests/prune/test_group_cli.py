@@ -137,7 +137,7 @@ def test_bad_options_of_group_are_one_line_and_exit_code_2(
         ([*valid, "--kv-heads", 4], "4 KV heads: the model has 6 per layer, and possible are 1 or 2 or 3"),
         ([*valid, "--kv-heads", 6], "6 KV heads: the model has 6 per layer, and possible are 1 or 2 or 3"),
         ([*valid, "--kv-heads", 0], "0 is not in the range"),
-        ([*valid, "--kv-heads", 2, "--grouping", "best"], "'best' is not one of 'similar', 'contiguous'"),
+        ([*valid, "--kv-heads", 2, "--grouping", "best"], "'best' is not one of 'contiguous', 'similar'"),
         ([*valid, "--kv-heads", 2, "--recover", -1], "-1 is not in the range"),
         ([*valid[:-1], tmp_path / "full", "--kv-heads", 2], "exists and is not empty"),
         ([*valid[:-1], source, "--kv-heads", 2, "--overwrite"], "which would be replaced; give another --out"),

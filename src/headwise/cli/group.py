@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 @field_option
 @click.option(
     "--grouping",
-    type=click.Choice(["similar", "contiguous"]),
+    type=click.Choice(["contiguous", "similar"]),
     default="similar",
     help="Of the saved model: heads with close keys and values on the texts, or neighbours. Both are measured.",
 )
