@@ -18,7 +18,7 @@ from headwise.cli import main
 from headwise.lab.tasks import Text
 from headwise.plans import StreamPlan
 from headwise.prune import stream_session
-from headwise.prune.other_levers import Int8, int8_problem, int8_words, measure_int8, stored_bytes
+from headwise.prune.other_levers import Int8, card_levers, int8_problem, int8_words, measure_int8, stored_bytes
 from headwise.prune.stream_quality import random_plan, whole_plan
 from headwise.prune.stream_report import (
     ALL,
@@ -240,6 +240,26 @@ def test_every_form_of_the_report_says_what_proves_nothing_and_what_was_not_meas
         assert "trained on 2,048 tokens: beyond that" in text and "int8 weights: not measured" in text
         assert "Called not worth it" in text
     assert "a &lt;b&gt;, 3 of 6" in document.html() and "a \\<b\\>, 3 of 6" in document.markdown()
+
+
+def test_the_report_says_at_which_context_decoding_is_faster() -> None:
+    times = {1024: {FULL: 2e-3, PLAN: 1.99e-3}, 4096: {FULL: 2e-3, PLAN: 1e-3}, 8192: "not measured"}
+    first, second = make_report(decoding=times).speed()
+    assert first.startswith("not faster at 1,024 tokens: 2.0 ms per token with full attention, 2.0 with the plan")
+    assert second.startswith("faster at 4,096 tokens") and second.endswith("(0.50 of the time)")
+
+
+def test_the_card_says_what_feed_forward_width_and_layers_would_save() -> None:
+    config = transformers.LlamaConfig(
+        vocab_size=31, hidden_size=24, intermediate_size=20, num_hidden_layers=2, num_attention_heads=6
+    )
+    ffn, layer = 2 * 3 * 24 * 20, 3 * 24 * 20 + 4 * 24 * 24
+    words = card_levers(transformers.LlamaForCausalLM(config))
+    assert f"{ffn:,} of" in words[0] and f"would save {ffn // 4:,} parameters" in words[0]
+    assert f"each of 2 has about {layer:,} parameters" in words[1] and "192 of 384 bytes per token" in words[1]
+    assert card_levers(torch.nn.Linear(2, 2)) == [
+        "Feed-forward width and layers: the card cannot say (Linear has no config)."
+    ]
 
 
 def test_random_plans_stream_as_many_heads_and_differ_by_draw() -> None:

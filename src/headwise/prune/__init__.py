@@ -1,8 +1,9 @@
 """Pruning: which heads matter, and a smaller model without the others.
 
 `headwise.importance`, `headwise.plan`, `headwise.group_kv_heads`, `headwise.context_need` and `headwise.stream_plan`
-are names of the root. `prune_and_measure` does what `headwise prune` does: it scores, prunes, recovers and measures, and
-gives a `PruneReport`; `group_and_measure` and `stream_and_measure` do what `headwise group` and `headwise stream` do.
+are names of the root. `prune_and_measure` does what `headwise prune` does: it scores, prunes, recovers and measures,
+and gives a `PruneReport`; `group_and_measure` and `stream_and_measure` do what `headwise group` and `headwise stream`
+do.
 """
 
 from __future__ import annotations

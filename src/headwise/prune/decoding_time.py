@@ -5,7 +5,9 @@ The processor time of one thread counts on the CPU: other work on the machine ch
 
 from __future__ import annotations
 
+import math
 import os
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -14,12 +16,12 @@ import torch
 from ..models.evaluation import evaluating
 from ..models.text_inputs import device_of, vocabulary_size
 from ..plans import StreamLayer, StreamPlan
-from ..timing import race_on_one_thread
+from ..timing import one_thread, synchronize
 from .sequence_losses import leave_out, plan_of
 from .stream_quality import streams
 
 MEMORY_SHARE = 0.5  # of the free memory that the caches of one race may take together
-ROUNDS = 3
+ROUNDS, STEPS = 2, 4  # rounds of a race, and tokens per turn
 Plans = Mapping[str, StreamPlan | None]  # None: full attention
 
 
@@ -42,31 +44,42 @@ def decoding_times(model: Any, plans: Plans, context: int) -> dict[str, float]:
     with evaluating(model), torch.inference_mode():
         caches = {name: _filled_cache(model, plan, layers, context) for name, plan in plans.items()}
 
-        def contestant(name: str) -> Callable[[], None]:
-            def step() -> None:
-                with streams(model, plans[name]):
-                    model(token, past_key_values=caches[name], use_cache=True)
+        def step(name: str) -> None:
+            model(token, past_key_values=caches[name], use_cache=True)
 
-            return step
-
-        return race_on_one_thread({name: contestant(name) for name in plans}, races=1, rounds=ROUNDS)[0]
+        return _race(model, plans, step, step, STEPS)
 
 
 def prefill_times(model: Any, plans: Plans, length: int) -> dict[str, float]:
     """Seconds per pass over so many random tokens, by the name of the plan; the last token's logits alone."""
     random = torch.Generator().manual_seed(0)
     ids = torch.randint(vocabulary_size(model) or 1, (1, length), generator=random).to(device_of(model))
-    batch = leave_out(model, {"input_ids": ids}, {"use_cache": False, "logits_to_keep": 1})
+    options = leave_out(model, {}, {"use_cache": False, "logits_to_keep": 1})
     with evaluating(model), torch.inference_mode():
+        return _race(model, plans, lambda _: model(ids[:, :2], **options), lambda _: model(ids, **options), 1)
 
-        def contestant(name: str) -> Callable[[], None]:
-            def read() -> None:
-                with streams(model, plans[name]):
-                    model(**batch)
 
-            return read
+def _race(
+    model: Any, plans: Plans, warm_up: Callable[[str], Any], run: Callable[[str], Any], repeats: int
+) -> dict[str, float]:
+    """Seconds per call of `run` with each plan, the best of interleaved rounds on one thread.
 
-        return race_on_one_thread({name: contestant(name) for name in plans}, races=1, rounds=1)[0]
+    The first call inside `streaming` checks the model, so that `warm_up` comes before the clock starts.
+    """
+    clock = time.process_time if device_of(model).type == "cpu" else time.perf_counter
+    best = dict.fromkeys(plans, math.inf)
+    with one_thread():
+        for _ in range(ROUNDS):
+            for name, plan in plans.items():
+                with streams(model, plan):
+                    warm_up(name)
+                    synchronize()
+                    start = clock()
+                    for _ in range(repeats):
+                        run(name)
+                    synchronize()
+                    best[name] = min(best[name], (clock() - start) / repeats)
+    return best
 
 
 def _any_plan(plans: Plans) -> StreamPlan:

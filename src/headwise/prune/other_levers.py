@@ -9,7 +9,8 @@ from typing import Any
 
 from torch import nn
 
-from .. import card
+from ..card.card import from_config
+from ..card.types import Unknown
 from ..errors import HeadwiseError
 from ..models.copying import copy_model
 from ..models.fingerprint import plain_tensors
@@ -38,22 +39,23 @@ class Int8:
 
 def card_levers(model: Any) -> list[str]:
     """What a narrower feed-forward block and fewer layers would save, in words, by the card of the model's config."""
-    number_bytes = next(model.parameters()).element_size()
+    config, number_bytes = getattr(model, "config", None), next(model.parameters()).element_size()
     try:
-        own = card.from_config(model.config.to_dict())
-        counts, layers = own.parameters, own.main.depth
-        if counts.total is None or not layers:
-            raise HeadwiseError("the card has no parameter counts")
+        if not hasattr(config, "to_dict"):
+            raise HeadwiseError(f"{type(model).__name__} has no config")
+        own = from_config(config.to_dict())
         cache = own.cache(1, "fp32" if number_bytes == 4 else "bf16").per_token
-    except (AttributeError, HeadwiseError) as error:
-        reason = "its model has no config" if isinstance(error, AttributeError) else str(error)
-        return [f"Feed-forward width and layers: the card cannot say ({reason})."]
-    ffn, layer = int(FFN_SHARE * (counts.ffn or 0)), ((counts.ffn or 0) + (counts.attention or 0)) // layers
+    except HeadwiseError as error:
+        return [f"Feed-forward width and layers: the card cannot say ({error})."]
+    counts, layers = own.parameters, own.main.depth
+    if isinstance(counts, Unknown):
+        return [f"Feed-forward width and layers: the card cannot say ({counts})."]
+    ffn, layer = int(FFN_SHARE * counts.ffn), (counts.ffn + counts.attention) // max(layers, 1)
     return [
-        f"Feed-forward width: {counts.ffn:,} of {counts.total:,} parameters ({(counts.ffn or 0) / counts.total:.0%}). "
+        f"Feed-forward width: {counts.ffn:,} of {counts.total:,} parameters ({counts.ffn / counts.total:.0%}). "
         f"A quarter less of it would save {ffn:,} parameters, {_size(ffn * number_bytes)}; the KV cache stays.",
         f"Layers: each of {layers} has about {layer:,} parameters. One less would save {_size(layer * number_bytes)} "
-        f"and {cache // layers:,} of {cache:,} bytes per token of the KV cache.",
+        f"and {cache // max(layers, 1):,} of {cache:,} bytes per token of the KV cache.",
     ]
 
 

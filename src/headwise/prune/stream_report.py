@@ -14,6 +14,7 @@ from ..timing import machine_summary
 from .document import Block, Document, Items, Preformatted, Section, Table, write_document
 from .other_levers import COMBINING, Int8, int8_words
 from .quality import LossChange
+from .report import NOTICEABLE
 from .sequence_losses import loss_heads, plan_of
 from .verdicts import (
     LARGEST_STREAMING_LOSS,
@@ -139,6 +140,18 @@ class StreamReport:
             f"and the loss changes by {change}."
         )
 
+    def speed(self) -> list[str]:
+        """Whether decoding with the plan is faster, one line per context."""
+        lines = []
+        for context, times in self.decoding.items():
+            if isinstance(times, str):
+                continue
+            ratio = times[PLAN] / times[FULL]
+            words = f"{1000 * times[FULL]:.1f} ms per token with full attention, {1000 * times[PLAN]:.1f} with the plan"
+            faster = f"faster at {context:,} tokens: {words} ({ratio:.2f} of the time)"
+            lines.append(faster if ratio <= NOTICEABLE else f"not faster at {context:,} tokens: {words}")
+        return lines
+
     def to_json(self) -> dict[str, Any]:
         ratio = self.against_random()
         return {
@@ -165,6 +178,7 @@ class StreamReport:
             "other_levers": self.levers,
             "int8": self.int8 if isinstance(self.int8, str) else self.int8.to_json(),
             "verdict": self.verdict(),
+            "speed": self.speed(),
             "rule": STREAMING_RULE,
             "machine": self.machine,
             "notes": self.notes,
@@ -175,7 +189,8 @@ def stream_document(report: StreamReport) -> Document:
     """The report as sections."""
     plan, options = report.plan, report.options
     title = f"{report.model}, {plan.streaming} of {plan.total} KV heads streaming"
-    summary: list[Block] = [report.verdict(), _loss_table(report), *_loss_words(report), STREAMING_RULE]
+    summary: list[Block] = [report.verdict(), _loss_table(report), *_loss_words(report)]
+    summary += [Items(report.speed()), STREAMING_RULE]
     measured: list[str] = [
         f"KV heads were chosen on {report.chosen_on}. Everything here was measured on {report.reported_on}, which "
         "shares no text with them.",
