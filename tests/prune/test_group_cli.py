@@ -139,6 +139,7 @@ def test_bad_options_of_group_are_one_line_and_exit_code_2(
         ([*valid, "--kv-heads", 0], "0 is not in the range"),
         ([*valid, "--kv-heads", 2, "--grouping", "best"], "'best' is not one of 'contiguous', 'similar'"),
         ([*valid, "--kv-heads", 2, "--recover", -1], "-1 is not in the range"),
+        ([*valid, "--kv-heads", 2, "--rate", 0], "0.0 is not in the range 0<x<=1"),
         ([*valid[:-1], tmp_path / "full", "--kv-heads", 2], "exists and is not empty"),
         ([*valid[:-1], source, "--kv-heads", 2, "--overwrite"], "which would be replaced; give another --out"),
         (["--model", source, "--texts", tmp_path / "few.txt", "--out", tmp_path / "out", "--kv-heads", 2], "too few"),

@@ -43,13 +43,19 @@ if TYPE_CHECKING:
     metavar="STEPS",
     help="Distil from the full model, with every number of KV heads and both groupings.",
 )
+@click.option(
+    "--rate",
+    type=click.FloatRange(0, 1, min_open=True),
+    default=1e-4,
+    help="Learning rate of the recovery at its start; a small model can take a larger one.",
+)
 @click.option("--batch", type=Whole(1, 1 << 16), default=16, help="Texts at once.")
 @context_option(128, "Tokens per text at most.", least=2, largest=1 << 20)
 @click.option("--overwrite", is_flag=True, help="Replace the output directory.")
 @json_option
 def command(
-    model: str, kv_heads: int, texts: Path, out: Path, field: str, grouping: str, recover: int, batch: int,
-    context: int, overwrite: bool, as_json: bool,
+    model: str, kv_heads: int, texts: Path, out: Path, field: str, grouping: str, recover: int, rate: float,
+    batch: int, context: int, overwrite: bool, as_json: bool,
 ) -> None:  # fmt: skip
     """Merge KV heads: MHA to GQA or MQA.
 
@@ -61,7 +67,7 @@ def command(
 
     check_output(out, overwrite)
     check_not_replaced(out, {"--texts": texts, "--model": Path(model)})
-    options = GroupOptions(kv_heads, grouping, recover, batch, context)
+    options = GroupOptions(kv_heads, grouping, recover, batch, context, rate)
     report = _group(model, texts, field, options, out, overwrite)
     echo(json.dumps(report.to_json(), indent=2) if as_json else group_document(report).text())
 

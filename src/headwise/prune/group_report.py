@@ -162,12 +162,10 @@ def group_document(report: GroupReport, picture: bool = False) -> Document:
         Section("Which heads were merged", [Preformatted(_groups(report.mapping))]),
     ]
     if report.saved is not None:
-        card = (
-            f"The card of the saved model gives a KV cache of {report.card_cache:,} bytes per token."
-            if report.card_cache
-            else "The card of the saved model gives no KV cache."
-        )
-        sections.append(Section("Saved", [Items([str(report.saved), card])]))
+        words = [str(report.saved)]
+        if report.card_cache:
+            words.append(f"The card of the saved model gives a KV cache of {report.card_cache:,} bytes per token.")
+        sections.append(Section("Saved", [Items(words)]))
     return Document(title, sections)
 
 

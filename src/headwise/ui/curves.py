@@ -79,7 +79,12 @@ def _finish(axes: Axes, full: Quality, label: str) -> None:
     """The full model's quality as a dashed line, the scale and the legend."""
     axes.axhline(full.value, color="0.45", linestyle=(0, (4, 3)), linewidth=1, label=label, zorder=2)
     if full.name == "perplexity":
+        from matplotlib.ticker import LogLocator, NullFormatter
+
         axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter(NullFormatter())
     axes.grid(axis="y", color="0.92", linewidth=0.8)
     axes.set_axisbelow(True)
     better = "lower" if full.lower_is_better else "higher"
