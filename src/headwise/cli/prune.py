@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +14,7 @@ from click.core import ParameterSource
 from ..errors import CheckpointError, HeadwiseError
 from ..files import write_atomically
 from ..terminal import echo
+from .checks import check_not_replaced
 from .options import (
     PATH,
     LazyChoice,
@@ -117,7 +117,7 @@ def command(
 
     check_options(shares, budget, per, unit)
     check_output(out, overwrite)
-    _check_replaced(out, {"--texts": texts, "--labels": labels, "--model": Path(model)})
+    check_not_replaced(out, {"--texts": texts, "--labels": labels, "--model": Path(model)})
     options = PruneOptions(
         shares, score, budget, unit, per, steps, zero, compensate, allow_empty, recover, batch, context, seed,
         compare_scores,
@@ -173,15 +173,6 @@ def _check_plan(process: click.Context, plan: Path | None) -> None:
         raise HeadwiseError(f"--plan says which heads go: leave out --{void[0]}, or --plan")
 
 
-def _check_replaced(out: Path, inputs: dict[str, Path | None]) -> None:
-    """Refuse to replace a directory that holds one of the inputs."""
-    for name, path in inputs.items():
-        if path is not None and os.path.exists(path) and path.resolve().is_relative_to(out.resolve()):
-            raise HeadwiseError(
-                f"{name} {str(path)!r} lies in {str(out)!r}, which would be replaced; give another --out"
-            )
-
-
 def _prune(
     name: str, texts: Path, labels: Path | None, field: str, options: PruneOptions, out: Path, plan: Path | None,
     curve: bool, overwrite: bool, rank_options: dict[str, Any],
@@ -200,7 +191,7 @@ def _prune(
         lines, tokenizer(name), labels=marks, config=config, batch=options.batch, length=options.length
     )
     first = rank_options.get("first", True)
-    with progress_bars(first) as progress, _recovery_named(out):
+    with progress_bars(first) as progress, recovery_named(out):
         smaller, report = prune_and_measure(
             model, name, batches, options, out, saved_plan=saved_plan, progress=progress, **rank_options
         )
@@ -231,7 +222,7 @@ def _curve(model: Any, texts: TextBatches, options: PruneOptions, progress: Prog
 
 
 @contextmanager
-def _recovery_named(out: Path) -> Iterator[None]:
+def recovery_named(out: Path) -> Iterator[None]:
     """Whatever stops a run, its last line says that the recovery was saved."""
     from ..prune.output_directory import recovery_file
 

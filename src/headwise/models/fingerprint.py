@@ -64,7 +64,7 @@ def structure_fingerprint(model: nn.Module) -> str:
 def tensor_fingerprint(x: Tensor) -> str:
     """A hash of a tensor's dtype, shape and values, wherever it is and however it is laid out."""
     digest = hashlib.sha256(f"{x.dtype} {tuple(x.shape)}".encode())
-    for part in _plain_tensors(x.detach()):
+    for part in plain_tensors(x.detach()):
         if part.dim() == 0:
             part = part[None]
         step = max(1, CHUNK * len(part) // max(part.numel(), 1))
@@ -120,11 +120,11 @@ def _content(settings: Any) -> Any:
     return [_content(x) for x in settings] if isinstance(settings, (list, tuple)) else settings
 
 
-def _plain_tensors(x: Tensor) -> Iterator[Tensor]:
+def plain_tensors(x: Tensor) -> Iterator[Tensor]:
     """The plain tensors with the values of a tensor: itself, or the parts of a wrapping or quantized tensor."""
     if hasattr(x, "__tensor_flatten__"):
         for name in x.__tensor_flatten__()[0]:
-            yield from _plain_tensors(getattr(x, name))
+            yield from plain_tensors(getattr(x, name))
     elif x.is_meta:
         raise UnsupportedError("a tensor on the meta device has no values; load the weights first")
     elif x.is_quantized:

@@ -1,4 +1,4 @@
-"""Where a pruned model goes: whether the directory may be written, and the recovery checkpoint beside it."""
+"""Where a smaller model goes: whether the directory may be written, and the recovery checkpoint beside it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from ..files import remove_leftovers
 from ..json_documents import parse_json
 from .recovery_checkpoint import run_id
 
-REPORT = "pruning.json"  # the report in a finished directory
+REPORT = "pruning.json"  # the report in a finished directory of `headwise prune`
+GROUP_REPORT = "grouping.json"  # and of `headwise group`
+STREAM_PLAN = "stream_plan.json"  # the plan in a finished directory of `headwise stream`
+RESULTS = {"config.json", STREAM_PLAN}  # a directory with one of these may be replaced
 MAX_NAME_BYTES = 255  # of a file name
 
 
@@ -48,7 +51,7 @@ def check_output(out: Path, overwrite: bool) -> None:
     if existing != out or not names:
         return
     if overwrite and out.is_dir():
-        if "config.json" not in names:  # a home directory, given by mistake
+        if not names & RESULTS:  # a home directory, given by mistake
             raise HeadwiseError(f"{str(out)!r} holds something else than a model, and is not replaced; empty it first")
         return
     run = run_id(recovery_file(out))
@@ -67,8 +70,10 @@ def make_parent(out: Path) -> None:
 
 def _saved_run(out: Path) -> str | None:
     """The recovery whose model is in a directory, as its report says."""
-    try:
-        report = parse_json((out / REPORT).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return report.get("recovery_run") if isinstance(report, dict) else None
+    for name in (REPORT, GROUP_REPORT):
+        try:
+            report = parse_json((out / name).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            continue
+        return report.get("recovery_run") if isinstance(report, dict) else None
+    return None

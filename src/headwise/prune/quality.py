@@ -56,6 +56,30 @@ class QualityPerText:
         return Quality(self.name, value, low, high, self.lower_is_better, count)
 
 
+@dataclass(frozen=True)
+class LossChange:
+    """A model's mean loss relative to the full model's, less 1, with its 95 % interval over the same texts."""
+
+    value: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.value:+.2%} ({self.low:+.2%} to {self.high:+.2%})"
+
+    def to_json(self) -> dict[str, float]:
+        return asdict(self)
+
+
+def loss_change(full: QualityPerText, other: QualityPerText) -> LossChange:
+    """The change from one model's losses to another's; both are resampled together, text by text."""
+    counts = bootstrap_counts(len(full.values), RESAMPLES)
+    ratios = (counts @ (other.values * other.weights)) / (counts @ (full.values * full.weights)) - 1
+    value = np.average(other.values, weights=other.weights) / np.average(full.values, weights=full.weights) - 1
+    low, high = interval(ratios)
+    return LossChange(float(value), float(low), float(high))
+
+
 def quality(model: Any, full: Any, batches: list[Any], loss: Loss | None = None) -> Quality:
     """Accuracy for labels of a class, perplexity for a causal model's text, else the distance to the full model."""
     return quality_per_text(model, full, batches, loss).mean()

@@ -128,13 +128,13 @@ def comparison_rows(report: PruneReport) -> Rows:
     before, after, full = report.before, report.after, report.quality["full"]
     rows: Rows = [
         ("heads", f"{report.plan.total}", f"{report.plan.total - report.plan.removed}"),
-        ("parameters", f"{before.parameters:,}", _with_share(after.parameters, before.parameters)),
+        ("parameters", f"{before.parameters:,}", with_share(after.parameters, before.parameters)),
     ]
     if before.cache:
-        rows.append(("KV cache, bytes per token", f"{before.cache:,}", _with_share(after.cache, before.cache)))
+        rows.append(("KV cache, bytes per token", f"{before.cache:,}", with_share(after.cache, before.cache)))
     for name, label in (("pruned", full.name), ("recovered", f"{full.name}, after recovery")):
         if name in report.quality:
-            rows.append((label, _with_interval(full), _with_interval(report.quality[name])))
+            rows.append((label, with_interval(full), with_interval(report.quality[name])))
     for latency in report.latency:
         label = f"ms per pass, batch {latency.batch} x {latency.length}"
         rows.append((label, f"{latency.full:.1f}", f"{latency.pruned:.1f} ({latency.ratio:.2f})"))
@@ -154,7 +154,7 @@ def recovery_summary(report: PruneReport) -> str:
     return (
         f"{len(report.losses)} steps of distillation from the full model; its loss went from {report.losses[0]:.4g} to "
         f"{sum(last) / len(last):.4g} (mean of the last ten steps). {full.name} on texts that it did not see: "
-        f"{_with_interval(full)} in full, {_with_interval(pruned)} pruned, {_with_interval(recovered)} recovered."
+        f"{with_interval(full)} in full, {with_interval(pruned)} pruned, {with_interval(recovered)} recovered."
     )
 
 
@@ -172,9 +172,9 @@ def write_report(report: PruneReport, folder: Path, picture: bool = False) -> No
             file.write_text(content, encoding="utf-8")
 
 
-def _with_share(after: int, before: int) -> str:
+def with_share(after: int, before: int) -> str:
     return f"{after:,} ({after / before:.1%})"
 
 
-def _with_interval(quality: Quality) -> str:
+def with_interval(quality: Quality) -> str:
     return f"{quality.value:.4g} ({quality.low:.4g} to {quality.high:.4g})"

@@ -56,7 +56,7 @@ def page(report: PruneReport, picture: bool = False) -> str:
     body = BODY.format(
         title=escape(title),
         ceiling=escape(savings_limit(report)),
-        table=_table_rows(comparison_rows(report)),
+        table=table_rows(comparison_rows(report)),
         verdict="".join(f"<li>{escape(line)}</li>" for line in report.verdict()),
         texts=f"Scored on {report.scored} texts, measured on {report.measured} others; 95 % intervals by bootstrap.",
         picture='<img src="curve.png" alt="Quality against the share of heads kept" width="800">' if picture else "",
@@ -69,7 +69,7 @@ def page(report: PruneReport, picture: bool = False) -> str:
     return html.page(one_line(title), body, STYLE, images="'self' file:")[0]  # the picture is a file beside the page
 
 
-def _table_rows(rows: Iterable[tuple[str, ...]]) -> str:
+def table_rows(rows: Iterable[tuple[str, ...]]) -> str:
     return "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
 
 
@@ -110,5 +110,5 @@ def _score_section(comparison: ScoreComparison) -> str:
     header = "<tr><th>score</th><th>rank correlation</th><th>seconds</th></tr>"
     return (
         f"<h2>Scores against ablation</h2><table><thead>{header}</thead>"
-        f"<tbody>{_table_rows(score_rows(comparison))}</tbody></table><p>{escape(comparison.summary())}</p>"
+        f"<tbody>{table_rows(score_rows(comparison))}</tbody></table><p>{escape(comparison.summary())}</p>"
     )

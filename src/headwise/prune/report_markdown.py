@@ -15,7 +15,7 @@ SPECIAL = re.compile(r"[\\`*_{}\[\]<>&|#!~$@:]")
 def markdown(report: PruneReport) -> str:
     """The whole page."""
     plan = escape_controls(str(report.plan))
-    fence = _backticks(plan, 3)
+    fence = backticks(plan, 3)
     rows = "\n".join(f"| {escape(a)} | {b} | {c} |" for a, b, c in comparison_rows(report))
     parts = [
         f"# {escape(report.model)}, {report.plan.removed} of {report.plan.total} heads removed",
@@ -50,11 +50,11 @@ def escape(text: str) -> str:
 def code_span(text: str) -> str:
     """A text from outside as a code span, delimited by more backticks than it has in a row."""
     text = one_line(text)
-    ticks = _backticks(text, 1)
+    ticks = backticks(text, 1)
     space = " " if text.startswith("`") or text.endswith("`") else ""
     return f"{ticks}{space}{text}{space}{ticks}"
 
 
-def _backticks(text: str, least: int) -> str:
+def backticks(text: str, least: int) -> str:
     """More backticks than the text has in a row, at least `least`."""
     return "`" * max([least, *(1 + len(run) for run in re.findall("`+", text))])

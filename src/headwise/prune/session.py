@@ -254,7 +254,7 @@ def save_result(
     final = copy.copy(report)
     make_parent(out)
     with write_folder_atomically(out, CheckpointError) as folder:
-        final.saved = _at_destination(save(smaller, folder), folder, out)
+        final.saved = at_destination(save(smaller, folder), folder, out)
         final.plan.save(folder / "plan.json")
         if write_extra is not None:
             write_extra(folder)
@@ -264,6 +264,6 @@ def save_result(
     return final
 
 
-def _at_destination(saved: SaveResult, folder: Path, out: Path) -> SaveResult:
+def at_destination(saved: SaveResult, folder: Path, out: Path) -> SaveResult:
     """What was saved in a temporary folder, described as it will be after the folder is renamed."""
     return replace(saved, path=str(out), load=saved.load.replace(repr(str(folder)), repr(str(out))))
