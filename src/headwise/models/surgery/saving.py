@@ -22,6 +22,7 @@ from ..structure.linear_layers import wrapping_problem
 from ..structure.sites import require_sites
 from .directory_files import copy_other_files, has_source_weights, source_folder
 from .dummy_inputs import TOKENS, close, difference, dummy_inputs
+from .gguf_model import Precision, check_precision, write_gguf
 from .kept_heads import pruned_layers
 from .model_card import README, Loading, Quality, check_quality, model_card
 from .module_directory import STACK, WEIGHTS, write_model
@@ -32,6 +33,7 @@ from .restored_heads import restore_heads
 
 Form = Literal["plain", "zeroed", "compact"]
 FORMS: tuple[Form, ...] = ("plain", "zeroed", "compact")
+FILE_FORMS = (".gguf",)
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ class SaveResult:
     """What headwise.save did."""
 
     path: str
-    form: Form
+    form: Form | Literal["gguf"]
     why: str  # this form
     load: str  # the line of Python that loads it
     difference: float | None  # of the reloaded model's outputs, relative to the largest; None: only weights compared
@@ -68,15 +70,18 @@ def save(
     form: Form | None = None,
     overwrite: bool = False,
     quality: Quality | None = None,
+    precision: Precision | None = None,
+    source: str | os.PathLike[str] | None = None,
 ) -> SaveResult:
     """Write a model, pruned or not, with its tokenizer, a model card and other files, into a directory.
 
     Only safetensors are written, to a temporary directory that is moved into place after it was read again and
-    compared with the model.
+    compared with the model. A path that ends in .gguf gets one file for llama.cpp, with head counts per layer: for
+    Llama, Mistral, Qwen2 and Qwen3, read again and compared in the same way.
 
     Args:
         model: a transformers model, one of headwise's stacks, or any other with attention that is known.
-        path: the directory, new or empty.
+        path: the directory, new or empty; or a file whose name ends in .gguf.
         form: "plain", which transformers loads; "compact", which headwise.load reads; "zeroed", with zeros in the
             place of removed heads, which transformers loads and which is not smaller. By default "plain" where a
             transformers config can describe the model, as where heads were only zeroed, else "compact". A model that
@@ -85,6 +90,8 @@ def save(
         overwrite: replace what is in the directory.
         quality: what you measured, for the model card: {measure: (before, after)}, such as
             {"perplexity": (12.1, 12.9)}.
+        precision: of the weights in a GGUF file: "f32", "f16", "bf16" or "q8_0"; by default the model's own.
+        source: the GGUF file whose tokenizer a new one gets; by default the one that the model was loaded from.
 
     Returns:
         The form, why that one, and how to load it.
@@ -100,7 +107,13 @@ def save(
     if form is not None and form not in FORMS:
         raise HeadwiseError(f"form must be one of {', '.join(FORMS)}, got {form!r}")
     check_quality(quality)
+    check_precision(precision)
     folder = Path(os.fspath(path)).expanduser()
+    if folder.suffix in FILE_FORMS:
+        _check_file(folder, overwrite, quality)
+        return _save_gguf(model, folder, str(path), form, precision, source)
+    if precision is not None or source is not None:
+        raise HeadwiseError("precision and source are for a GGUF file: give a path that ends in .gguf")
     _check_folder(folder, overwrite)
     if not hasattr(model, "save_pretrained"):
         return _save_modules(model, folder, str(path), form, quality)
@@ -115,6 +128,30 @@ def save(
         _make_readable(scratch)
     loader = "headwise.load" if target.form == "compact" else f"{target.cls.__name__}.from_pretrained"
     return SaveResult(str(path), target.form, target.why, f"{loader}({str(path)!r})", distance)
+
+
+def _check_file(file: Path, overwrite: bool, quality: Quality | None) -> None:
+    if os.path.exists(file) and not overwrite:
+        raise HeadwiseError(f"{str(file)!r} exists; give another name, or say overwrite=True")
+    if quality is not None:
+        raise HeadwiseError("quality is for the model card of a directory; a file has none, leave it out")
+
+
+def _save_gguf(
+    model: Any, file: Path, path: str, form: Form | None, precision: Precision | None, source: Any
+) -> SaveResult:
+    """Save a model as a GGUF file."""
+    if form not in (None, "zeroed"):
+        raise HeadwiseError(f"a GGUF file has no {form} form: leave form= out, or give form='zeroed'")
+    if not hasattr(model, "save_pretrained"):
+        raise UnsupportedError(f"{type(model).__name__} cannot be written as GGUF: it is no transformers model")
+    _check_weights(model)
+    model = in_memory(model) if is_offloaded(model) else model
+    restored = restore_heads(model) if form == "zeroed" else model
+    tokenizer = None if source is None else Path(os.fspath(source)).expanduser()
+    target, distance = write_gguf(model, restored, file, form or "compact", precision, tokenizer)
+    why = f"{target.describe()}; llama.cpp and headwise.load read it"
+    return SaveResult(path, "gguf", why, f"headwise.load({path!r})", distance)
 
 
 def _loading(target: Target) -> Loading:
