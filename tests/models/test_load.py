@@ -431,7 +431,7 @@ def conversions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: Path) ->
         shutil.copytree(whole, target, dirs_exist_ok=True)
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(gguf, "_convert", convert)
+    monkeypatch.setattr(gguf, "convert", convert)
     (tmp_path / "one.gguf").write_bytes(b"GGUF, the same")
     return calls
 

@@ -277,6 +277,6 @@ def _compare(model: Any, rounded: dict[str, np.ndarray[Any, Any]], folder: Path)
         for name, array in rounded.items():
             own[name].copy_(torch.from_numpy(array))
     distance = difference(expected, reloaded, inputs)
-    if not distance <= close(expected):
+    if not distance <= close(model):  # in 16 bits RoPE's frequencies may be rounded too
         raise CheckpointError(f"the model read again gives other outputs, off by {distance:.2g}; nothing was kept")
     return difference(model, reloaded, inputs)
