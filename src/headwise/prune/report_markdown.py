@@ -7,7 +7,7 @@ from ..markdown import escape as escape
 from ..markdown import fence
 from ..terminal import escape_controls
 from .rank_scores import ScoreComparison
-from .report import PruneReport, comparison_rows, recovery_summary, savings_limit, score_rows
+from .report import PruneReport, comparison_rows, export_lines, recovery_summary, savings_limit, score_rows
 
 
 def markdown(report: PruneReport) -> str:
@@ -30,6 +30,7 @@ def markdown(report: PruneReport) -> str:
     if report.saved:
         result = report.saved
         parts.append(f"## Saved\nForm: {result.form} ({escape(result.why)}). Load it with {code_span(result.load)}.")
+        parts += ["\n".join(f"- {escape(line)}" for line in export_lines(report))] if report.exports else []
     return "\n\n".join(parts) + "\n"
 
 

@@ -187,8 +187,11 @@ def _source_config(model: Any, source: Path) -> Any:
 def _changed_counts(model: Any, source: Path) -> Iterator[str]:
     """Head counts that differ from those of the source's config, such as those of merged KV heads."""
     config = _source_config(model, source)
-    for name in COUNTS if config is not None else ():
-        before, after = getattr(config, name, None), getattr(model.config, name, None)
+    if config is None:
+        return
+    first, second = config.to_dict(), model.config.to_dict()
+    for name in COUNTS:
+        before, after = first.get(name), second.get(name)
         if isinstance(before, int) and isinstance(after, int) and before != after:
             yield f"{code_span(name)} is {after} in place of {before} in the model that it was made from."
 

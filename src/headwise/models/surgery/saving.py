@@ -27,13 +27,14 @@ from .kept_heads import pruned_layers
 from .model_card import README, Loading, Quality, check_quality, model_card
 from .module_directory import STACK, WEIGHTS, write_model
 from .offloading import check_present, in_memory, is_offloaded
-from .plain_config import empty_model, plain_config
+from .onnx_model import write_onnx
+from .plain_config import empty_model, full_config, plain_config
 from .pruned_directory import tied_names, write_record
 from .restored_heads import restore_heads
 
 Form = Literal["plain", "zeroed", "compact"]
 FORMS: tuple[Form, ...] = ("plain", "zeroed", "compact")
-FILE_FORMS = (".gguf",)
+FILE_FORMS = (".gguf", ".onnx")
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class SaveResult:
     """What headwise.save did."""
 
     path: str
-    form: Form | Literal["gguf"]
+    form: Form | Literal["gguf", "onnx"]
     why: str  # this form
     load: str  # the line of Python that loads it
     difference: float | None  # of the reloaded model's outputs, relative to the largest; None: only weights compared
@@ -77,11 +78,12 @@ def save(
 
     Only safetensors are written, to a temporary directory that is moved into place after it was read again and
     compared with the model. A path that ends in .gguf gets one file for llama.cpp, with head counts per layer: for
-    Llama, Mistral, Qwen2 and Qwen3, read again and compared in the same way.
+    Llama, Mistral, Qwen2 and Qwen3, read again and compared in the same way. A path that ends in .onnx gets one file
+    for any runtime of ONNX, which onnxruntime has run with the outputs of the model.
 
     Args:
         model: a transformers model, one of headwise's stacks, or any other with attention that is known.
-        path: the directory, new or empty; or a file whose name ends in .gguf.
+        path: the directory, new or empty; or a file whose name ends in .gguf or .onnx.
         form: "plain", which transformers loads; "compact", which headwise.load reads; "zeroed", with zeros in the
             place of removed heads, which transformers loads and which is not smaller. By default "plain" where a
             transformers config can describe the model, as where heads were only zeroed, else "compact". A model that
@@ -111,9 +113,14 @@ def save(
     folder = Path(os.fspath(path)).expanduser()
     if folder.suffix in FILE_FORMS:
         _check_file(folder, overwrite, quality)
-        return _save_gguf(model, folder, str(path), form, precision, source)
+        if folder.suffix == ".gguf":
+            return _save_gguf(model, folder, str(path), form, precision, source)
+        if form is not None:
+            raise HeadwiseError(f"an ONNX file has no {form} form: leave form= out")
     if precision is not None or source is not None:
         raise HeadwiseError("precision and source are for a GGUF file: give a path that ends in .gguf")
+    if folder.suffix == ".onnx":
+        return _save_onnx(model, folder, str(path))
     _check_folder(folder, overwrite)
     if not hasattr(model, "save_pretrained"):
         return _save_modules(model, folder, str(path), form, quality)
@@ -152,6 +159,17 @@ def _save_gguf(
     target, distance = write_gguf(model, restored, file, form or "compact", precision, tokenizer)
     why = f"{target.describe()}; llama.cpp and headwise.load read it"
     return SaveResult(path, "gguf", why, f"headwise.load({path!r})", distance)
+
+
+def _save_onnx(model: Any, file: Path, path: str) -> SaveResult:
+    """Save a model as an ONNX file."""
+    _check_plain_modules(model)
+    if is_offloaded(model):
+        model = in_memory(model)
+    check_present(model)
+    target, distance = write_onnx(model, file)
+    why = f"{target.describe()}; onnxruntime has run it"
+    return SaveResult(path, "onnx", why, f"onnxruntime.InferenceSession({path!r})", distance)
 
 
 def _loading(target: Target) -> Loading:
@@ -282,7 +300,7 @@ def _choose_form(model: Any, form: Form | None) -> Target:
                 f"this model has no zeroed form: {added_biases[0]} was added to hold the outputs of removed heads"
             )
         return Target("zeroed", "as asked: zeros where heads were, so it is not smaller", type(model), model.config)
-    return Target("compact", reason, type(model), model.config)
+    return Target("compact", reason, *full_config(model))
 
 
 def _added_biases(model: Any) -> list[str]:
