@@ -41,6 +41,7 @@ Precision = Literal["f32", "f16", "bf16", "q8_0"]
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 LOSSLESS: dict[torch.dtype, Precision] = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 PER_LAYER = "deci"  # Llama with head counts per layer, and a bias of W_O
+AS_WIDE_AS_MODEL = ("qwen2",)  # architectures whose loader wants all heads together as wide as the model
 OUTPUT_BIAS = ("llama", PER_LAYER)  # architectures whose loader reads a bias of W_O
 NOT_COPIED = (
     "general.architecture", "general.file_type", "general.quantization_version", "general.size_label",
@@ -119,7 +120,9 @@ def _target(model: Any, precision: Precision | None) -> GgufTarget:
         raise UnsupportedError(f"{name} cannot be written as GGUF: {problem}")
     architecture = ARCHITECTURES[model_type]
     output_bias = any(layer.out._parameters.get("bias") is not None for layer in layers)
-    if len({*zip(query, kv, strict=True)}) > 1 or (output_bias and architecture not in OUTPUT_BIAS):
+    uneven = len({*zip(query, kv, strict=True)}) > 1
+    narrow = query[0] * head_dim != config.hidden_size
+    if uneven or (output_bias and architecture not in OUTPUT_BIAS) or (narrow and architecture in AS_WIDE_AS_MODEL):
         if any(gguf_name(key) and "_norm.weight" in key and "self_attn" in key for key in model.state_dict()):
             raise UnsupportedError(
                 f"{name} cannot be written as GGUF: its layers have different numbers of heads or a bias of W_O, and "
