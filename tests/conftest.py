@@ -19,7 +19,7 @@ SKIPS = (
     "no fork here",
     "HEADWISE_KERNEL=off",  # a test of the native kernel itself; tests/matrix.py has such runs
     "triton is not installed",  # it exists for Linux on x86-64 only
-    "(timm|diffusers|x_transformers|peft|sentence_transformers) is not installed",  # make interop
+    "(timm|diffusers|x_transformers|peft|sentence_transformers|llama_cpp) is not installed",  # make interop
     "(onnx|onnxruntime|openvino) is not installed",  # engines that the benchmark races; the extra bench-peers has them
     "JupyterLab is missing",  # a long test; the same widget runs in the browser tests without it
 )

@@ -10,7 +10,20 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "src" / "headwise"
 LAYERS = (
-    ("heads", "errors", "files", "html", "hub", "json_documents", "lazy", "plans", "resampling", "shapes", "terminal"),
+    (
+        "heads",
+        "errors",
+        "files",
+        "html",
+        "hub",
+        "json_documents",
+        "lazy",
+        "markdown",
+        "plans",
+        "resampling",
+        "shapes",
+        "terminal",
+    ),
     ("card",),
     ("attention",),
     ("timing",),

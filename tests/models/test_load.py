@@ -431,7 +431,7 @@ def conversions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: Path) ->
         shutil.copytree(whole, target, dirs_exist_ok=True)
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(gguf, "_convert", convert)
+    monkeypatch.setattr(gguf, "convert", convert)
     (tmp_path / "one.gguf").write_bytes(b"GGUF, the same")
     return calls
 
@@ -498,7 +498,7 @@ def test_a_cache_that_another_user_can_write_is_not_used(
 def test_leftovers_of_a_killed_conversion_are_removed(tmp_path: Path, conversions: list[Path]) -> None:
     code = (
         "import os, sys, pathlib; from headwise.models.loading import gguf\n"
-        "gguf._convert = lambda path, folder: ((folder / 'half').touch(), os.kill(os.getpid(), 9))\n"
+        "gguf.convert = lambda path, folder: ((folder / 'half').touch(), os.kill(os.getpid(), 9))\n"
         "gguf.converted_directory(pathlib.Path(sys.argv[1]))"
     )
     assert subprocess.run([sys.executable, "-c", code, str(tmp_path / "one.gguf")], check=False).returncode == -9
@@ -510,14 +510,14 @@ def test_leftovers_of_a_killed_conversion_are_removed(tmp_path: Path, conversion
 def test_a_conversion_that_another_process_finished_first_is_used(
     tmp_path: Path, conversions: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    convert, states = gguf._convert, []
+    convert, states = gguf.convert, []
 
     def overtaken(path: Path, target: Path) -> None:
         convert(path, target)
         if len(conversions) == 1:
             states.append(gguf.converted_directory(path).stat().st_ino)
 
-    monkeypatch.setattr(gguf, "_convert", overtaken)
+    monkeypatch.setattr(gguf, "convert", overtaken)
     assert [gguf.converted_directory(tmp_path / "one.gguf").stat().st_ino] == states and len(conversions) == 2
     assert len(list((tmp_path / "cache/headwise/gguf").iterdir())) == 1
 

@@ -307,31 +307,3 @@ def test_zeroed_models_keep_the_save_pretrained_of_transformers(tmp_path: Path) 
     with torch.no_grad():
         reloaded = transformers.AutoModel.from_pretrained(tmp_path / "model").eval()
         assert error(reloaded(**batch), zeroed(**batch)) < CLOSE[torch.float32]
-
-
-def test_a_pruned_directory_has_a_readme(tmp_path: Path) -> None:
-    source = tmp_path / "a<b>model"
-    build("bert").save_pretrained(source)
-    other_files = [
-        "vocab.txt",
-        "LICENSE",
-        "README.md",
-        "modules.json",
-        "1_Pooling/config.json",
-        "tokenizer_config.json",
-    ]
-    for name in other_files:
-        (source / name).parent.mkdir(exist_ok=True)
-        (source / name).write_text("of the first model")
-    model = headwise.load(source)
-    headwise.save(model, tmp_path / "whole")
-    assert all((tmp_path / "whole" / name).read_text() == "of the first model" for name in other_files)
-    for form in ("compact", "zeroed"):
-        pruned = headwise.prune_heads(model, {0: [1, 3], 2: [0]})
-        headwise.save(pruned, tmp_path / form, form=form)
-        names = {str(x.relative_to(tmp_path / form)) for x in (tmp_path / form).rglob("*") if x.is_file()}
-        copied = {"vocab.txt", "LICENSE", "tokenizer_config.json"}
-        assert names == copied | {"README.md", "config.json", "model.safetensors", "headwise.json"}
-        text = (tmp_path / form / "README.md").read_text()
-        assert text.startswith("# a_b_model, without some of its attention heads\n")
-        assert "| self layer 0 | 1, 3 |\n| self layer 2 | 0 |\n" in text

@@ -96,6 +96,13 @@ def _scores() -> Iterable[str]:
 @click.option("--batch", type=Whole(1, 1 << 16), default=16, help="Texts at once, in scoring and timing.")
 @context_option(128, "Tokens per text at most, also in timing.", largest=1 << 20)
 @seed_option("Seed of the scores that draw random numbers.")
+@click.option(
+    "--format",
+    "formats",
+    type=click.Choice(["gguf", "onnx"]),
+    multiple=True,
+    help="Also write model.gguf for llama.cpp (models loaded from GGUF) or model.onnx into the directory.",
+)
 @click.option("--overwrite", is_flag=True, help="Replace the output directory.")
 @json_option
 @click.pass_context
@@ -103,7 +110,7 @@ def command(
     process: click.Context, texts: Path, out: Path, model: str, labels: Path | None, field: str, keep: str, score: str,
     budget: str, unit: str, per: str, steps: int, plan: Path | None, zero: bool, compensate: str | None,
     allow_empty: bool, recover: int, curve: bool, compare_scores: bool, over: str, batch: int, context: int, seed: int,
-    overwrite: bool, as_json: bool,
+    formats: tuple[str, ...], overwrite: bool, as_json: bool,
 ) -> None:  # fmt: skip
     """Remove the heads that matter least.
 
@@ -124,7 +131,7 @@ def command(
     )  # fmt: skip
     with joined_ranks() as ranks:
         report = _prune(
-            model, texts, labels, field, options, out, plan, curve, overwrite, _rank_options(ranks, out, over)
+            model, texts, labels, field, options, out, plan, curve, overwrite, formats, _rank_options(ranks, out, over)
         )
     if ranks.first:
         if not recover and recovery_file(out).exists():
@@ -175,7 +182,7 @@ def _check_plan(process: click.Context, plan: Path | None) -> None:
 
 def _prune(
     name: str, texts: Path, labels: Path | None, field: str, options: PruneOptions, out: Path, plan: Path | None,
-    curve: bool, overwrite: bool, rank_options: dict[str, Any],
+    curve: bool, overwrite: bool, formats: tuple[str, ...], rank_options: dict[str, Any],
 ) -> PruneReport:  # fmt: skip
     from ..models.loading.loader import load, tokenizer
     from ..plans import Plan
@@ -198,7 +205,12 @@ def _prune(
         if not first:
             return report
         return save_result(
-            smaller, report, out, overwrite, _curve(model, batches, options, progress) if curve else None
+            smaller,
+            report,
+            out,
+            overwrite,
+            _curve(model, batches, options, progress) if curve else None,
+            list(dict.fromkeys(formats)),
         )
 
 
@@ -240,7 +252,7 @@ def recovery_named(out: Path) -> Iterator[None]:
 
 
 def _words(report: PruneReport) -> str:
-    from ..prune.report import comparison_rows, savings_limit, score_rows
+    from ..prune.report import comparison_rows, export_lines, savings_limit, score_rows
 
     table = comparison_rows(report)
     widths = [max(len(row[i]) for row in table) for i in range(3)]
@@ -254,4 +266,4 @@ def _words(report: PruneReport) -> str:
             for name, correlation, seconds in score_rows(report.comparison)
         ]
         lines += [report.comparison.summary(), ""]
-    return "\n".join([*lines, str(report.saved)])
+    return "\n".join([*lines, str(report.saved), *export_lines(report)])

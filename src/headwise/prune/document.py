@@ -14,11 +14,11 @@ from typing import Any
 from .. import html
 from ..errors import CheckpointError
 from ..files import write_atomically
+from ..markdown import escape as escape_markdown
+from ..markdown import fence
 from ..terminal import escape_controls, one_line
 from .report_html import STYLE, table_rows
 from .report_html import escape as escape_html
-from .report_markdown import backticks
-from .report_markdown import escape as escape_markdown
 
 
 @dataclass(frozen=True)
@@ -112,9 +112,7 @@ def _markdown(block: Block) -> str:
     if isinstance(block, Items):
         return "\n".join(f"- {escape_markdown(line)}" for line in block.lines)
     if isinstance(block, Preformatted):
-        text = escape_controls(block.text)
-        fence = backticks(text, 3)
-        return f"{fence}text\n{text}\n{fence}"
+        return fence(escape_controls(block.text), "text")
     if isinstance(block, Picture):
         return f"![{escape_markdown(block.caption)}]({block.file})"
     return escape_markdown(block)

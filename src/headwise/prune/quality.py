@@ -1,4 +1,4 @@
-"""What pruning does to a model: quality on texts, and the size in parameters and KV cache."""
+"""What pruning does to a model: quality on texts, and (from the models' layer) its size."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import numpy as np
 import torch
 
 from ..models.batches import run
+from ..models.structure.model_size import Size as Size
+from ..models.structure.model_size import size as size
 from ..resampling import bootstrap_counts, interval
-from .attention_layers import attention_layers
 from .head_scores import RESAMPLES
 from .objective import Loss, choose_objective, logits_of, next_token_counts
 
@@ -110,25 +111,3 @@ def quality_per_text(model: Any, full: Any, batches: list[Any], loss: Loss | Non
     if objective.name == "text":
         return QualityPerText("perplexity", all_values, all_weights, exponentiate=True)
     return QualityPerText(objective.description, all_values, all_weights)
-
-
-@dataclass(frozen=True)
-class Size:
-    """The size of a model."""
-
-    parameters: int
-    of_heads: int  # parameters that removing every head would save
-    cache: int  # bytes of the KV cache per token, cross-attention's per source token; 0 for models without a cache
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-
-def size(model: Any) -> Size:
-    """Parameters, those of heads, and KV-cache bytes of a model; a module that several layers share counts once."""
-    layers = {layer.module: layer for layer in attention_layers(model)}.values()
-    of_heads = sum(layer.query * layer.head_parameters + layer.kv * layer.kv_parameters for layer in layers)
-    generates = hasattr(model, "generate") and getattr(model, "can_generate", lambda: True)()
-    cache_width = sum(layer.kv * layer.cache for layer in layers) if generates else 0
-    number_bytes = next(model.parameters()).element_size()
-    return Size(sum(p.numel() for p in model.parameters()), of_heads, number_bytes * cache_width)

@@ -71,6 +71,7 @@ class PruneReport:
     scored: int  # texts that heads were scored on
     measured: int  # texts that quality was measured on
     saved: SaveResult | None = None
+    exports: dict[str, SaveResult | str] = field(default_factory=dict)  # further forms; a string: why there is none
     losses: list[float] = field(default_factory=list)  # of the recovery, step by step
     scores: HeadScores | None = None  # by which the heads were chosen
     comparison: ScoreComparison | None = None
@@ -109,6 +110,7 @@ class PruneReport:
             "scores": self.scores.to_json() if self.scores is not None else None,
             "against_ablation": self.comparison.to_json() if self.comparison else None,
             "saved": self.saved.to_json() if self.saved else None,
+            "exports": {name: x if isinstance(x, str) else x.to_json() for name, x in self.exports.items()},
         }
 
 
@@ -139,6 +141,25 @@ def comparison_rows(report: PruneReport) -> Rows:
         label = f"ms per pass, batch {latency.batch} x {latency.length}"
         rows.append((label, f"{latency.full:.1f}", f"{latency.pruned:.1f} ({latency.ratio:.2f})"))
     return rows
+
+
+def card_quality(report: PruneReport) -> dict[str, tuple[str, str]]:
+    """What the model card says about quality: {measure: (before, after)}."""
+    if "full" not in report.quality:
+        return {}
+    full = report.quality["full"]
+    texts = f"95 % interval over {report.measured} texts"
+    labels = {"pruned": f"{full.name} ({texts})", "recovered": f"{full.name} after recovery ({texts})"}
+    return {
+        label: (with_interval(full), with_interval(report.quality[name]))
+        for name, label in labels.items()
+        if name in report.quality
+    }
+
+
+def export_lines(report: PruneReport) -> list[str]:
+    """What became of the further forms, one line for each."""
+    return [f"no model.{name}: {x}" if isinstance(x, str) else str(x) for name, x in report.exports.items()]
 
 
 def score_rows(comparison: ScoreComparison) -> Rows:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from .quality import Quality, quality, size
 from .rank_scores import ScoreComparison, compare_with_ablation
 from .recovery import recover
 from .recovery_checkpoint import read_note, run_id
-from .report import Latency, PruneOptions, PruneReport, write_report
+from .report import Latency, PruneOptions, PruneReport, card_quality, write_report
 
 Progress = Callable[[str, int, int], None]  # the kind of work, steps done, steps in all
 ATTENTION_ROUNDS = 3  # of timing the attention layers
@@ -238,6 +238,7 @@ def save_result(
     out: Path,
     overwrite: bool,
     write_extra: Callable[[Path], None] | None = None,
+    formats: Sequence[str] = (),
 ) -> PruneReport:
     """Save the model with its plan and report, all or nothing; then remove the checkpoint of its recovery.
 
@@ -246,15 +247,18 @@ def save_result(
         out: the directory.
         overwrite: replace a model that is there.
         write_extra: writes further files into the same directory, such as the curve.
+        formats: "gguf" or "onnx": further forms of the model in the same directory. Where one cannot be written, the
+            report says why.
 
     Returns:
-        The report, with `saved` filled in.
+        The report, with `saved` and `exports` filled in.
     """
     check_output(out, overwrite)
     final = copy.copy(report)
     make_parent(out)
     with write_folder_atomically(out, CheckpointError) as folder:
-        final.saved = at_destination(save(smaller, folder), folder, out)
+        final.saved = at_destination(save(smaller, folder, quality=card_quality(report)), folder, out)
+        final.exports = {name: _export(smaller, folder, out, name) for name in formats}
         final.plan.save(folder / "plan.json")
         if write_extra is not None:
             write_extra(folder)
@@ -264,6 +268,15 @@ def save_result(
     return final
 
 
+def _export(model: Any, folder: Path, out: Path, name: str) -> SaveResult | str:
+    """Write a further form of the model into its directory; where it has no such form, why."""
+    try:
+        return at_destination(save(model, folder / f"model.{name}"), folder, out)
+    except HeadwiseError as error:  # the model itself is saved already, perhaps after hours
+        return str(error).replace(str(folder), str(out))
+
+
 def at_destination(saved: SaveResult, folder: Path, out: Path) -> SaveResult:
     """What was saved in a temporary folder, described as it will be after the folder is renamed."""
-    return replace(saved, path=str(out), load=saved.load.replace(repr(str(folder)), repr(str(out))))
+    path, load = (text.replace(str(folder), str(out)) for text in (saved.path, saved.load))
+    return replace(saved, path=path, load=load)

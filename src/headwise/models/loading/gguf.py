@@ -12,11 +12,23 @@ from typing import Any
 
 from ...errors import CheckpointError
 from ...files import write_folder_atomically
+from ...json_documents import parse_json
 from ...terminal import echo
+from .gguf_tensors import (
+    ARCHITECTURES,
+    CONFIG_KEY,
+    INTERLEAVED,
+    RECORD_KEY,
+    copy_fields,
+    is_rotated,
+    separate,
+    state_name,
+)
 from .locate import cache, missing, sha256
 
 MAGIC = b"GGUF"
 MANIFEST = "manifest.json"  # in a converted directory: the hashes of its source and of its files
+LONGEST_MESSAGE = 300  # characters of another library's message
 FORMAT = 1  # of a converted directory; another number converts again
 
 
@@ -39,7 +51,7 @@ def converted_directory(path: Path, check: Callable[[Path], None] | None = None,
         check: run on the file before it is converted.
         weights: False checks only the files that a tokenizer needs.
     """
-    source = _file_hash(path)
+    source = file_hash(path)
     folder = _private_folder(cache() / "gguf") / source
     if _is_valid(folder, source, weights):
         return folder
@@ -47,7 +59,7 @@ def converted_directory(path: Path, check: Callable[[Path], None] | None = None,
         check(path)
     try:
         with write_folder_atomically(folder, CheckpointError, private=True) as scratch:
-            _convert(path, scratch)
+            convert(path, scratch)
             _write_manifest(scratch, source)
             if _is_valid(folder, source, weights):  # converted by another process meanwhile, which may be reading it
                 raise _AlreadyConvertedError
@@ -115,7 +127,7 @@ def _is_valid(folder: Path, source: str, weights: bool) -> bool:
     except (OSError, ValueError, KeyError, TypeError, RecursionError):  # from an older version, or damaged
         return False
     names_to_check = [name for name in files if weights or not name.endswith(".safetensors")]
-    return same_source and all(_file_hash(folder / name) == expected[name] for name in names_to_check)
+    return same_source and all(file_hash(folder / name) == expected[name] for name in names_to_check)
 
 
 def _write_manifest(folder: Path, source: str) -> None:
@@ -124,7 +136,7 @@ def _write_manifest(folder: Path, source: str) -> None:
     (folder / MANIFEST).write_text(text + "\n", encoding="utf-8")
 
 
-def _file_hash(path: Path) -> str:
+def file_hash(path: Path) -> str:
     """The SHA-256 of a file, computed once per process and state of the file: a model and its tokenizer share it."""
     try:
         status = path.stat()
@@ -138,24 +150,74 @@ def _hash_of_state(path: Path, state: tuple[int, ...]) -> str:
     return sha256(path)
 
 
-def _convert(path: Path, folder: Path) -> None:
-    """Write the model and the tokenizer of a GGUF file as transformers does."""
+def convert(path: Path, folder: Path, *, quiet: bool = False) -> None:
+    """Write the model and the tokenizer of a GGUF file as transformers does, or as headwise's own keys in it say."""
     try:
         import accelerate  # noqa: F401  # transformers needs both for GGUF
-        import gguf  # noqa: F401
+        import gguf
         from transformers import AutoModelForCausalLM, AutoTokenizer
     except ImportError as error:
         raise missing(error) from error
-    echo(f"headwise: converting {path.name} to safetensors, once (kept in {cache() / 'gguf'})", err=True)
+    if not quiet:
+        echo(f"headwise: converting {path.name} to safetensors, once (kept in {cache() / 'gguf'})", err=True)
     try:
-        model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name)
-        tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-    except OSError:
+        reader = gguf.GGUFReader(path)
+        if CONFIG_KEY in reader.fields and RECORD_KEY in reader.fields:
+            _convert_own(reader, folder)
+            tokenizer = _read_tokenizer(reader, folder)
+        else:
+            model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name)
+            _without_quantization(model).save_pretrained(folder)
+            tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+        tokenizer.save_pretrained(folder)
+    except (OSError, CheckpointError):
         raise
     except Exception as error:  # the reader raises any kind of error on a broken file
-        raise CheckpointError(f"{str(path)!r} cannot be read as GGUF: {error or type(error).__name__}") from error
-    _without_quantization(model).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+        words = " ".join(str(error).split())[:LONGEST_MESSAGE] or type(error).__name__
+        raise CheckpointError(f"{str(path)!r} cannot be read as GGUF: {words}") from error
+
+
+def _convert_own(reader: Any, folder: Path) -> None:
+    """Write the directory of a model that headwise.save wrote as GGUF; `load` checks what it says."""
+    import gguf
+    import torch
+    from safetensors.torch import save_file
+
+    config, record = (parse_json(reader.fields[key].contents()) for key in (CONFIG_KEY, RECORD_KEY))
+    if not isinstance(config, dict) or not isinstance(record, dict):
+        raise CheckpointError(f"{CONFIG_KEY} and {RECORD_KEY} in a GGUF file must be objects in JSON")
+    architecture = reader.fields["general.architecture"].contents()
+    head_dim = int(reader.fields[f"{architecture}.attention.key_length"].contents())
+    weights = {}
+    for tensor in reader.tensors:
+        name = state_name(tensor.name)
+        if name is None:
+            raise CheckpointError(f"the file has a tensor {tensor.name[:80]!r}, which headwise does not write")
+        array = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        if is_rotated(name) and architecture in INTERLEAVED:
+            array = separate(array, head_dim)
+        weights[name] = torch.from_numpy(array.copy())
+    for name, content in (("config.json", config), ("headwise.json", record)):
+        (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def _read_tokenizer(reader: Any, folder: Path) -> Any:
+    """The tokenizer of a file of ours; transformers looks for it by the architecture, of which it knows fewer."""
+    import gguf
+    from transformers import AutoTokenizer
+
+    model_type = parse_json(reader.fields[CONFIG_KEY].contents()).get("model_type")
+    file = folder / "tokenizer.gguf"
+    writer = gguf.GGUFWriter(file, ARCHITECTURES.get(model_type, "llama"))
+    copy_fields(reader, writer, ("tokenizer.",))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    try:
+        return AutoTokenizer.from_pretrained(folder, gguf_file=file.name)
+    finally:
+        file.unlink()
 
 
 def _without_quantization(model: Any) -> Any:

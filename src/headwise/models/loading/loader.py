@@ -16,6 +16,7 @@ from ...attention.validation import shown
 from ...errors import CheckpointError, HeadwiseError, UnsupportedError
 from .locate import DEFAULT, directory, missing
 from .quiet import quiet_transformers
+from .source import set_source
 
 if TYPE_CHECKING:
     import torch
@@ -72,32 +73,41 @@ def load(
     }
     options = {key: value for key, value in options.items() if value is not None}
     with _errors_in_one_line(folder):
-        _check_files(folder)
         from ..streaming.saved_plan import attach_saved_plan
-        from ..surgery.pruned_directory import read_record, rebuild, restore_records
 
-        pruned = read_record(folder)
-        if pruned is not None and pruned["form"] in MODULE_FORMS:
-            model = _load_modules(folder, pruned, into, dtype, {**options, "trust_remote_code": trust_remote_code})
-            return attach_saved_plan(model, folder)
-        if into is not None:
-            raise HeadwiseError(f"{str(folder)!r} is a transformers model's; into= is for what headwise.save wrote")
-        if not (folder / "config.json").exists():
-            raise CheckpointError(f"{str(folder)!r} has no config.json; give a directory with one and safetensors")
-        config = read_json(folder / "config.json")
-        files = [open_safetensors(folder / file, "cpu") for file in weight_files(folder)]
-        _check_counts(config, sum(len(file.keys()) for file in files))
-        if trust_remote_code:
-            options["trust_remote_code"] = True
-        else:
-            _check_size(_class(config, False), folder, files)
-        if pruned is not None and pruned["form"] == "compact":
-            model = rebuild(_class(config, trust_remote_code), folder, pruned, options)
-        else:
-            model = _load_complete(_class(config, trust_remote_code), folder, options)
-            model = model if pruned is None else restore_records(model, pruned)
-        model.eval()
-        return attach_saved_plan(model, folder)
+        model = _load_directory(folder, options, trust_remote_code, into)
+        model = attach_saved_plan(model, folder)
+    set_source(model, name, folder)
+    return model
+
+
+def _load_directory(folder: Path, options: dict[str, Any], trust_remote_code: bool, into: Any) -> Any:
+    _check_files(folder)
+    from ..surgery.pruned_directory import read_record, rebuild, restore_records
+
+    pruned = read_record(folder)
+    if pruned is not None and pruned["form"] in MODULE_FORMS:
+        return _load_modules(
+            folder, pruned, into, options.get("dtype"), {**options, "trust_remote_code": trust_remote_code}
+        )
+    if into is not None:
+        raise HeadwiseError(f"{str(folder)!r} is a transformers model's; into= is for what headwise.save wrote")
+    if not (folder / "config.json").exists():
+        raise CheckpointError(f"{str(folder)!r} has no config.json; give a directory with one and safetensors")
+    config = read_json(folder / "config.json")
+    files = [open_safetensors(folder / file, "cpu") for file in weight_files(folder)]
+    _check_counts(config, sum(len(file.keys()) for file in files))
+    if trust_remote_code:
+        options["trust_remote_code"] = True
+    else:
+        _check_size(_class(config, False), folder, files)
+    if pruned is not None and pruned["form"] == "compact":
+        model = rebuild(_class(config, trust_remote_code), folder, pruned, options)
+    else:
+        model = _load_complete(_class(config, trust_remote_code), folder, options)
+        model = model if pruned is None else restore_records(model, pruned)
+    model.eval()
+    return model
 
 
 def _load_modules(folder: Path, record: dict[str, Any], into: Any, dtype: Any, options: dict[str, Any]) -> Any:

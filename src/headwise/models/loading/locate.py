@@ -127,6 +127,16 @@ def directory(name: str | os.PathLike[str], *, weights: bool = True, code: bool 
     return _hub(text, weights, code)
 
 
+def gguf_file(name: str | os.PathLike[str]) -> Path | None:
+    """The GGUF file that a name stands for, or None where it stands for something else."""
+    text = os.fspath(name)
+    if text in BUNDLED and isinstance(name, str):
+        file = BUNDLED[text].path()
+        return file if file.suffix == ".gguf" else None
+    path = Path(os.path.expanduser(text))
+    return path if path.is_file() else None
+
+
 def _mode(path: Path) -> int | None:
     """The mode of a path, or None where no such path can exist."""
     try:

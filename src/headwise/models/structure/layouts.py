@@ -56,6 +56,8 @@ EXCEPTIONS = (
     ("GPTBigCode", "c_attn", "grouped"),
     ("codegen.", "qkv_proj", "sliced"),
     ("HYV4", "gate_proj", "q"),
+    ("step3p7.", "g_proj", "q"),  # a gate per head, or per entry of its output
+    ("laguna.", "g_proj", "q"),
     ("timm.", "gate", "q"),  # one number per entry of the heads' outputs
     ("DiffLlama", "q_proj", None),  # a head's output is the difference of two heads' outputs
     ("MiniMaxLightning", "qkv_proj", None),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import suppress
+from itertools import chain
 from typing import Any
 
 import torch
@@ -12,7 +13,9 @@ import torch
 from ..structure.heads import QUERY_HEADS
 from ..structure.projections import projections
 from ..structure.sites import attention_sites
+from .restored_heads import empty_restored
 
+HEADS_PER_LAYER = "num_attention_heads_per_layer"  # Laguna's list of query heads
 COMPARED_ATTRIBUTES = ("scaling", "head_dim", "num_key_value_groups", "attention_head_size", "key_value_proj_dim")
 
 
@@ -22,19 +25,43 @@ def empty_model(cls: Any, config: Any) -> Any:
         return cls._from_config(copy.deepcopy(config))
 
 
+def full_config(model: Any) -> tuple[Any, Any]:
+    """The class and config of a pruned model with all of its heads.
+
+    A model that was loaded from a plain directory has a config with fewer heads than it had at first.
+    """
+    restored = empty_restored(model)
+    try:
+        fresh = empty_model(type(model), model.config)
+    except Exception:  # a class that cannot be built from its config alone
+        return type(model), model.config
+    shapes = {name: tensor.shape for name, tensor in fresh.state_dict().items()}
+    if all(shapes.get(name, tensor.shape) == tensor.shape for name, tensor in restored.state_dict().items()):
+        return type(model), model.config
+    plain, _ = plain_config(restored)
+    return plain or (type(model), model.config)
+
+
 def plain_config(model: Any) -> tuple[tuple[Any, Any] | None, str]:
     """A class and config of transformers whose shapes are this model's, or None and the reason."""
-    counts = {(p.query, p.kv) for p in (projections(model, site) for site in attention_sites(model))}
-    if len(counts) > 1:
-        return None, "its layers have different numbers of heads, which no transformers config can say"
-    query, kv = counts.pop()
+    sites = attention_sites(model)
+    counts = [(layer.query, layer.kv) for layer in (projections(model, site) for site in sites)]
     shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    uneven = len(set(counts)) > 1
     reason = f"{model.config.model_type} derives the width of a head from their number"
-    for cls, config in _candidates(model, query, kv):
+    if uneven:
+        reason = f"its layers have different numbers of heads, which no config of {model.config.model_type} can say"
+    one_kind = len({site.kind for site in sites}) == 1
+    candidates = chain(
+        () if uneven else _candidates(model, *counts[0]), _candidates_per_layer(model, counts) if one_kind else ()
+    )
+    for cls, config in candidates:
         try:
             config = type(config).from_dict(config.to_dict())
             fresh = empty_model(cls, config)
         except Exception as error:  # configs raise many kinds of errors
+            if uneven:
+                continue
             reason = f"its config refuses: {' '.join(str(error).split())[:120]}"
             continue
         same_shapes = {name: tensor.shape for name, tensor in fresh.state_dict().items()} == shapes
@@ -46,6 +73,8 @@ def plain_config(model: Any) -> tuple[tuple[Any, Any] | None, str]:
 def _candidates(model: Any, query: int, kv: int) -> Iterator[tuple[Any, Any]]:
     """Classes and configs that may describe a model with these numbers of heads."""
     config = copy.deepcopy(model.config)
+    if getattr(config, "is_heterogeneous", False):
+        config.per_layer_config = None  # the counts of heads may be read only after this
     module = attention_sites(model)[0].module
     for name in QUERY_HEADS:
         if hasattr(config, name):
@@ -65,6 +94,28 @@ def _candidates(model: Any, query: int, kv: int) -> Iterator[tuple[Any, Any]]:
         other = getattr(transformers, type(model).__name__.replace("Llama", "Mistral"), None)
         if other is not None:
             yield other, transformers.MistralConfig(**{**values, "sliding_window": None})
+
+
+def _candidates_per_layer(model: Any, counts: list[tuple[int, int]]) -> Iterator[tuple[Any, Any]]:
+    """Configs with numbers of heads per layer; few classes read them, which their shapes show."""
+    if len(counts) != getattr(model.config, "num_hidden_layers", None):
+        return
+    queries, kvs = zip(*counts, strict=True)
+    if hasattr(model.config, HEADS_PER_LAYER):
+        config = copy.deepcopy(model.config)
+        setattr(config, HEADS_PER_LAYER, list(queries))
+        if len(set(kvs)) == 1:
+            config.num_key_value_heads = kvs[0]
+        yield type(model), config
+    if hasattr(model.config, "per_layer_config"):  # of recent versions of transformers
+        config = copy.deepcopy(model.config)
+        overrides: dict[Any, dict[str, Any]] = config.to_dict().get("per_layer_config") or {}
+        by_layer = {int(layer): values for layer, values in overrides.items()}
+        names = ("num_attention_heads", "num_key_value_heads")
+        config.per_layer_config = {
+            layer: by_layer.get(layer, {}) | dict(zip(names, heads, strict=True)) for layer, heads in enumerate(counts)
+        }
+        yield type(model), config
 
 
 def _same_attributes(model: Any, fresh: Any) -> bool:

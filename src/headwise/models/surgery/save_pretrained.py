@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ...errors import CheckpointError, HeadwiseError
 from ...files import scratch_folder
 from .kept_heads import is_cut
+from .model_card import README, is_model_card
 
 # what an earlier save may have left in the same directory
 STALE = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model*.bin.index.json")
@@ -74,6 +75,8 @@ def _with_weights(model: Any, weights: dict[str, Tensor]) -> Any:
 
 def _move_files(source: Path, folder: Path) -> None:
     files = [file.relative_to(source) for file in sorted(source.rglob("*")) if file.is_file()]
+    if (folder / README).exists() and not is_model_card(folder / README):
+        files.remove(Path(README))  # the user's own, or a trainer's
     for file in files:
         (folder / file).parent.mkdir(parents=True, exist_ok=True)
         os.replace(source / file, folder / file)

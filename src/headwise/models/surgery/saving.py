@@ -22,20 +22,22 @@ from ..multihead import plain_class
 from ..streaming.saved_plan import FILE as PLAN_FILE
 from ..streaming.saved_plan import plan_to_save
 from ..structure.linear_layers import wrapping_problem
-from ..structure.projections import projections
-from ..structure.sites import attention_sites, first_per_module, require_sites
-from .directory_files import copy_other_files
+from ..structure.sites import require_sites
+from .directory_files import copy_other_files, has_source_weights, source_folder
 from .dummy_inputs import TOKENS, close, difference, dummy_inputs
-from .kept_heads import kept_heads, pruned_layers
+from .gguf_model import Precision, check_precision, write_gguf
+from .kept_heads import pruned_layers
+from .model_card import README, Loading, Quality, check_quality, model_card
 from .module_directory import STACK, WEIGHTS, write_model
 from .offloading import check_present, in_memory, is_offloaded
-from .plain_config import empty_model, plain_config
+from .onnx_model import write_onnx
+from .plain_config import empty_model, full_config, plain_config
 from .pruned_directory import tied_names, write_record
-from .reshape import reshape_heads
-from .shared_biases import share_biases
+from .restored_heads import restore_heads
 
 Form = Literal["plain", "zeroed", "compact"]
 FORMS: tuple[Form, ...] = ("plain", "zeroed", "compact")
+FILE_FORMS = (".gguf", ".onnx")
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class SaveResult:
     """What headwise.save did."""
 
     path: str
-    form: Form
+    form: Form | Literal["gguf", "onnx"]
     why: str  # this form
     load: str  # the line of Python that loads it
     difference: float | None  # of the reloaded model's outputs, relative to the largest; None: only weights compared
@@ -72,15 +74,20 @@ def save(
     form: Form | None = None,
     plan: StreamPlan | None = None,
     overwrite: bool = False,
+    quality: Quality | None = None,
+    precision: Precision | None = None,
+    source: str | os.PathLike[str] | None = None,
 ) -> SaveResult:
-    """Write a model, pruned or not, with its tokenizer and other files, into a directory.
+    """Write a model, pruned or not, with its tokenizer, a model card and other files, into a directory.
 
     Only safetensors are written, to a temporary directory that is moved into place after it was read again and
-    compared with the model.
+    compared with the model. A path that ends in .gguf gets one file for llama.cpp, with head counts per layer: for
+    Llama, Mistral, Qwen2 and Qwen3, read again and compared in the same way. A path that ends in .onnx gets one file
+    for any runtime of ONNX, which onnxruntime has run with the outputs of the model.
 
     Args:
         model: a transformers model, one of headwise's stacks, or any other with attention that is known.
-        path: the directory, new or empty.
+        path: the directory, new or empty; or a file whose name ends in .gguf or .onnx.
         form: "plain", which transformers loads; "compact", which headwise.load reads; "zeroed", with zeros in the
             place of removed heads, which transformers loads and which is not smaller. By default "plain" where a
             transformers config can describe the model, as where heads were only zeroed, else "compact". A model that
@@ -89,6 +96,10 @@ def save(
         plan: which KV heads stream. It is written beside the weights, and `headwise.streaming` finds it on the model
             that headwise.load gives; a model that was loaded with a plan is saved with it.
         overwrite: replace what is in the directory.
+        quality: what you measured, for the model card: {measure: (before, after)}, such as
+            {"perplexity": (12.1, 12.9)}.
+        precision: of the weights in a GGUF file: "f32", "f16", "bf16" or "q8_0"; by default the model's own.
+        source: the GGUF file whose tokenizer a new one gets; by default the one that the model was loaded from.
 
     Returns:
         The form, why that one, and how to load it.
@@ -103,25 +114,96 @@ def save(
     """
     if form is not None and form not in FORMS:
         raise HeadwiseError(f"form must be one of {', '.join(FORMS)}, got {form!r}")
+    check_quality(quality)
+    check_precision(precision)
     folder = Path(os.fspath(path)).expanduser()
+    if folder.suffix in FILE_FORMS:
+        _check_file(folder, overwrite, quality, plan)
+        if folder.suffix == ".gguf":
+            return _save_gguf(model, folder, str(path), form, precision, source)
+        if form is not None:
+            raise HeadwiseError(f"an ONNX file has no {form} form: leave form= out")
+    if precision is not None or source is not None:
+        raise HeadwiseError("precision and source are for a GGUF file: give a path that ends in .gguf")
+    if folder.suffix == ".onnx":
+        return _save_onnx(model, folder, str(path))
     _check_folder(folder, overwrite)
     if not hasattr(model, "save_pretrained"):
-        return _save_modules(model, folder, str(path), form, plan)
+        return _save_modules(model, folder, str(path), form, plan, quality)
     _check_weights(model)
     model = in_memory(model) if is_offloaded(model) else model
     target = _choose_form(model, form)
     with write_folder_atomically(folder, CheckpointError) as scratch, quiet_transformers():
         _write(model, scratch, target)
         write_record(scratch, model, target.form)
-        copy_other_files(model, scratch)
+        written, distance = _compare(model, scratch, target.form)
+        _write_other_files(model, written, scratch, _loading(target), quality)
         _write_plan(model, scratch, plan)
-        distance = _compare(model, scratch, target.form)
         _make_readable(scratch)
     loader = "headwise.load" if target.form == "compact" else f"{target.cls.__name__}.from_pretrained"
     return SaveResult(str(path), target.form, target.why, f"{loader}({str(path)!r})", distance)
 
 
-def _save_modules(model: nn.Module, folder: Path, path: str, form: Form | None, plan: StreamPlan | None) -> SaveResult:
+def _check_file(file: Path, overwrite: bool, quality: Quality | None, plan: StreamPlan | None) -> None:
+    if os.path.exists(file) and not overwrite:
+        raise HeadwiseError(f"{str(file)!r} exists; give another name, or say overwrite=True")
+    if quality is not None:
+        raise HeadwiseError("quality is for the model card of a directory; a file has none, leave it out")
+    if plan is not None:
+        raise HeadwiseError("a stream plan is saved in a directory; a file has no place for it, leave plan= out")
+
+
+def _save_gguf(
+    model: Any, file: Path, path: str, form: Form | None, precision: Precision | None, source: Any
+) -> SaveResult:
+    """Save a model as a GGUF file."""
+    if form not in (None, "zeroed"):
+        raise HeadwiseError(f"a GGUF file has no {form} form: leave form= out, or give form='zeroed'")
+    if not hasattr(model, "save_pretrained"):
+        raise UnsupportedError(f"{type(model).__name__} cannot be written as GGUF: it is no transformers model")
+    _check_weights(model)
+    model = in_memory(model) if is_offloaded(model) else model
+    restored = restore_heads(model) if form == "zeroed" else model
+    tokenizer = None if source is None else Path(os.fspath(source)).expanduser()
+    target, distance = write_gguf(model, restored, file, form or "compact", precision, tokenizer)
+    why = f"{target.describe()}; llama.cpp and headwise.load read it"
+    return SaveResult(path, "gguf", why, f"headwise.load({path!r})", distance)
+
+
+def _save_onnx(model: Any, file: Path, path: str) -> SaveResult:
+    """Save a model as an ONNX file."""
+    _check_plain_modules(model)
+    if is_offloaded(model):
+        model = in_memory(model)
+    check_present(model)
+    target, distance = write_onnx(model, file)
+    why = f"{target.describe()}; onnxruntime has run it"
+    return SaveResult(path, "onnx", why, f"onnxruntime.InferenceSession({path!r})", distance)
+
+
+def _loading(target: Target) -> Loading:
+    """How a transformers model is loaded, as its card says it."""
+    name = target.cls.__name__
+    if target.form == "compact":
+        why = f"headwise.load reads it and plain transformers does not; {target.why}"
+        return Loading("headwise", target.form, why, 'import headwise\n\nmodel = headwise.load("DIRECTORY")')
+    why = f"plain transformers loads it; {target.why}"
+    code = f'from transformers import {name}\n\nmodel = {name}.from_pretrained("DIRECTORY")'
+    return Loading("transformers", target.form, why, code)
+
+
+def _write_other_files(model: Any, written: Any, folder: Path, loading: Loading, quality: Quality | None) -> None:
+    """Copy the files that still fit, and write README.md where the model's own does not."""
+    changed = bool(pruned_layers(model)) or not has_source_weights(model)
+    copy_other_files(model, folder, changed=changed, plain=loading.library == "transformers")
+    if changed or quality or not (folder / README).exists():
+        text = model_card(model, written, source_folder(model), loading, quality)
+        (folder / README).write_text(text, encoding="utf-8")
+
+
+def _save_modules(
+    model: nn.Module, folder: Path, path: str, form: Form | None, plan: StreamPlan | None, quality: Quality | None
+) -> SaveResult:
     """Save a model that is not transformers'."""
     name = plain_class(model).__name__
     require_sites(model)
@@ -130,15 +212,17 @@ def _save_modules(model: nn.Module, folder: Path, path: str, form: Form | None, 
     _check_plain_modules(model)
     check_present(model)
     with write_folder_atomically(folder, CheckpointError) as scratch:
-        written = write_model(model, scratch)
-        copy_other_files(model, scratch)
+        is_stack = write_model(model, scratch) == STACK
+        written, distance = _compare_modules(model, scratch) if is_stack else _compare_tensors(model, scratch)
+        why = "a stack of headwise's own"
+        if not is_stack:
+            why = f"headwise cannot build {name}: give it the model before any pruning"
+        argument = "" if is_stack else f", into={name}(...)"
+        code = f'import headwise\n\nmodel = headwise.load("DIRECTORY"{argument})'
+        _write_other_files(model, written, scratch, Loading("headwise", "compact", why, code), quality)
         _write_plan(model, scratch, plan)
-        distance = _compare_modules(model, scratch, written)
         _make_readable(scratch)
-    if written == STACK:
-        return SaveResult(path, "compact", "a stack of headwise's own", f"headwise.load({path!r})", distance)
-    why = f"headwise cannot build {name}: give it the model before any pruning"
-    return SaveResult(path, "compact", why, f"headwise.load({path!r}, into={name}(...))", distance)
+    return SaveResult(path, "compact", why, f"headwise.load({path!r}{argument})", distance)
 
 
 def _write_plan(model: nn.Module, folder: Path, plan: StreamPlan | None) -> None:
@@ -148,14 +232,17 @@ def _write_plan(model: nn.Module, folder: Path, plan: StreamPlan | None) -> None
         plan.save(folder / PLAN_FILE)
 
 
-def _compare_modules(model: nn.Module, folder: Path, form: str) -> float | None:
-    """Read again what was written; a stack's outputs are compared, else the tensors of the file."""
-    if form != STACK:
-        file = open_safetensors(folder / WEIGHTS, "cpu")
-        state = model.state_dict()
-        for name in file.keys():  # noqa: SIM118  # this is no dict
-            _check_equal(name, file.get_tensor(name), state[name])
-        return None
+def _compare_tensors(model: nn.Module, folder: Path) -> tuple[nn.Module, None]:
+    """Compare the tensors of the file with the model's."""
+    file = open_safetensors(folder / WEIGHTS, "cpu")
+    state = model.state_dict()
+    for name in file.keys():  # noqa: SIM118  # this is no dict
+        _check_equal(name, file.get_tensor(name), state[name])
+    return model, None
+
+
+def _compare_modules(model: nn.Module, folder: Path) -> tuple[nn.Module, float | None]:
+    """Read a stack again and compare its outputs; the stack that was read, and the difference."""
     from ..loading.loader import load
 
     reloaded: Any = load(folder)
@@ -167,11 +254,11 @@ def _compare_modules(model: nn.Module, folder: Path, form: str) -> float | None:
     ids = ids[:, : shape.max_length] if shape.max_length else ids
     inputs = (ids, ids[:, :2]) if isinstance(model, Transformer) else (ids,)
     if isinstance(model, Decoder) and shape.decoder_layers:
-        return None  # it needs a memory
+        return reloaded, None  # it needs a memory
     distance = difference(model, reloaded.to(ids.device), inputs)
     if not distance <= close(model):
         raise CheckpointError(f"the model read again gives other outputs, off by {distance:.2g}; nothing was kept")
-    return distance
+    return reloaded, distance
 
 
 def _check_equal(name: str, written: Tensor, tensor: Tensor) -> None:
@@ -232,7 +319,7 @@ def _choose_form(model: Any, form: Form | None) -> Target:
                 f"this model has no zeroed form: {added_biases[0]} was added to hold the outputs of removed heads"
             )
         return Target("zeroed", "as asked: zeros where heads were, so it is not smaller", type(model), model.config)
-    return Target("compact", reason, type(model), model.config)
+    return Target("compact", reason, *full_config(model))
 
 
 def _added_biases(model: Any) -> list[str]:
@@ -299,23 +386,11 @@ def _without_ties(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     return separate
 
 
-def restore_heads(model: Any) -> Any:
-    """A copy with every head back in its place, the removed ones as zeros."""
-    restored = copy.deepcopy(model)
-    sites = attention_sites(restored)
-    for site in first_per_module(sites):
-        record = kept_heads(site.module)
-        if record is None or record.zeroed:
-            continue
-        query = [record.query.index(i) if i in record.query else None for i in range(record.query_of)]
-        kv = [record.kv.index(i) if i in record.kv else None for i in range(record.kv_of)]
-        reshape_heads(projections(restored, site), query, kv)
-    share_biases(sites, restored=True)
-    return restored
+def _compare(model: Any, folder: Path, form: Form) -> tuple[Any, float | None]:
+    """Reload what was written and compare it with the model; a difference is an error, and nothing is kept.
 
-
-def _compare(model: Any, folder: Path, form: Form) -> float | None:
-    """Reload what was written and compare it with the model; a difference is an error, and nothing is kept."""
+    Returns the model that was read, and the difference of its outputs where they could be compared.
+    """
     from ..loading.loader import load
 
     reloaded = load(folder, attn_implementation=model.config._attn_implementation)
@@ -327,11 +402,11 @@ def _compare(model: Any, folder: Path, form: Form) -> float | None:
             _check_equal(name, theirs[name], tensor)
     inputs = dummy_inputs(model)
     if inputs is None:
-        return None
+        return reloaded, None
     distance = difference(model, reloaded, inputs)
     if not distance <= close(model):
         raise CheckpointError(f"the model read again gives other outputs, off by {distance:.2g}; nothing was kept")
-    return distance
+    return reloaded, distance
 
 
 def _make_readable(folder: Path) -> None:
