@@ -92,6 +92,7 @@ export class App {
     if (this.live) {
       const { text, name, target } = this.run.json;
       Object.assign(this.state, { text, model: name, target: target ?? "" });
+      this.followed = this._followedKey();
     }
     this.update();
   }
@@ -158,14 +159,18 @@ export class App {
     if (first) this._start(runs, this.shared);
     else this.runs = runs;
     this._clamp();
-    const { text, model, target, token } = this.state;
-    const followed = JSON.stringify([text, model, target]);
-    if (!first && token === null && followed !== this.followed) this._follow(before);
+    const followed = this._followedKey();
+    if (!first && this.state.token === null && followed !== this.followed) this._follow(before);
     this.followed = followed;
     const compared = JSON.stringify(ALL_REQUEST_FIELDS.map((name) => this.state[name]));
     if (!first && this.runs[1] && this.state.view === "compare" && compared !== this.compared) this._chooseChange();
     this.compared = compared;
     this.update();
+  }
+
+  _followedKey() {
+    const { text, model, target } = this.state;
+    return JSON.stringify([text, model, target]);
   }
 
   /** Choose the word that is worth following in a new text, and its head: in the map, where it is announced, and

@@ -71,7 +71,9 @@ export class LinkDiagram {
     const start = long ? Math.max(0, Math.min(centre, names.from.length - WINDOW)) : 0;
     const first = { from: start, to: long ? Math.max(0, Math.min(start, names.to.length - WINDOW)) : 0 };
     const delimiters = { from: run.delimiters(row, "from", unit), to: run.delimiters(row, "to", unit) };
-    const shown = { run, heads: comparableHeads(run, heads), options, names, delimiters, first };
+    const layer = heads.every(([other]) => other === row); // then in the order of their numbers
+    const sorted = layer ? [...heads].sort(([, a], [, b]) => a - b) : heads;
+    const shown = { run, heads: comparableHeads(run, sorted), options, names, delimiters, first };
     this.shown = { ...shown, lines: strongestLines(shown) };
     this._updatePager(long, start, () => this.show(run, heads, options));
     this._updateTokens("from", this.shown);
@@ -136,7 +138,9 @@ export class LinkDiagram {
           },
         },
         tokenElement(name),
-        heads.length > 1 && h("span", { class: "bars", "aria-hidden": "true", style: { "--hw-count": heads.length } }),
+        side === "to" &&
+          heads.length > 1 &&
+          h("span", { class: "bars", "aria-hidden": "true", style: { "--hw-count": heads.length } }),
       );
     };
     this.columns[side].replaceChildren(...names[side].slice(first[side], first[side] + WINDOW).map(token));
@@ -239,7 +243,7 @@ export class LinkDiagram {
       const bars = /** @type {HTMLElement | null} */ (el.querySelector(".bars"));
       if (bars)
         bars.style.backgroundImage = other && focus.side !== side && weights ? stripes(colours, weights) : "none";
-      el.style.setProperty("--hw-share", other && !bars ? String(Math.min(1, share)) : "0");
+      el.style.setProperty("--hw-share", other && colours.length === 1 ? String(Math.min(1, share)) : "0");
       el.classList.toggle("pale", other && share < 0.05);
       el.classList.toggle("focus", own);
     }

@@ -437,10 +437,12 @@ export class StepsView {
     const top = Math.max(...order.flatMap((n) => Array.from(value(n), Math.abs)), 1e-9);
     const covered = order.reduce((sum, n) => sum + result.weights[n], 0);
     /** @param {number} n */
-    const line = (n) =>
-      h(
+    const line = (n) => {
+      const strip = this.strip(value(n), `v of ${visible(to[n], 20)}`, { top });
+      strip.style.opacity = String(0.35 + 0.65 * Math.sqrt(result.weights[n] / result.weights[order[0]]));
+      return h(
         "div",
-        { class: "hw-line", style: { opacity: 0.35 + 0.65 * Math.sqrt(result.weights[n] / result.weights[order[0]]) } },
+        { class: "hw-line" },
         h(
           "span",
           { class: "name" },
@@ -448,9 +450,10 @@ export class StepsView {
           " v of ",
           tokenElement(to[n]),
         ),
-        this.strip(value(n), `v of ${visible(to[n], 20)}`, { top }),
+        strip,
         h("b", { text: "" }),
       );
+    };
     return this._card(
       4,
       "Weighted sum of values",
