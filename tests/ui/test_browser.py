@@ -221,17 +221,13 @@ def test_all_heads_of_a_layer_are_laid_over_each_other(tab: Any, sentence: Path,
     shown.locator(".hw-tokens.from .hw-token", has_text="it").first.hover()
     browser_tab.frame()
     stripes = re.findall(r"rgba\(.*?, ([0-9.]+)\)", bars.evaluate("(bars) => bars.style.backgroundImage"))[::2]
-    assert [float(opacity) for opacity in stripes] == pytest.approx(
-        list(weights.values()), abs=0.015
-    )  # FAINT in links.js
+    assert [float(opacity) for opacity in stripes] == pytest.approx(list(weights.values()), abs=0.015)
     chips.nth(4).click()
     assert chips.nth(4).get_attribute("aria-pressed") == "false"
     assert chips.nth(5).evaluate("(chip) => chip.style.getPropertyValue('--hw-dot')") == colours[5]
     chips.nth(4).click()
     shown.locator("body").press("a")
-    assert (
-        shown.locator(".hw-chosen b").inner_text() == "head 3.0"
-    )  # the first of them since the choice was made by hand
+    assert shown.locator(".hw-chosen b").inner_text() == "head 3.0"
 
 
 def test_tooltips_leave_what_they_explain_in_sight(tab: Any, sentence: Path) -> None:
