@@ -138,7 +138,7 @@ bench: setup  ## speed and memory against the peers
 	$(BIN)/headwise bench
 
 lab: setup  ## measure every claim of docs/lab again with 20 starts (hours); finished pieces are reused
-	$(BIN)/headwise lab --all --full
+	$(BIN)/headwise lab --all --full --out docs/lab
 
 lint: setup  ## check style and types
 	$(BIN)/ruff check .

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import base64
+import functools
 import hashlib
 import html
 import json
+from importlib.resources import files
 from typing import Any
 
 
 def escape(text: str) -> str:
     """Text that may stand between tags or in an attribute; a lone surrogate, which is not UTF-8, becomes "?"."""
     return html.escape(text.encode("utf-8", "replace").decode())
+
+
+@functools.cache
+def theme() -> str:
+    """The style sheet that all pages share: colours for light and dark, type, and cards, inside of class "headwise"."""
+    return files(__package__).joinpath("theme.css").read_text(encoding="utf-8")
 
 
 def embedded_json(value: Any) -> str:

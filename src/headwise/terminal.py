@@ -14,7 +14,8 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+    from rich.table import Table
     from rich.text import Text
 
 # C0 without tab and newline, DEL, C1, line and paragraph separators, bidirectional overrides and isolates, and lone
@@ -63,9 +64,38 @@ def console(**options: Any) -> Console:
     return _console_class()(**{"highlight": False, "markup": False, "emoji": False, **options})
 
 
+class FittingTable:
+    """A table where its words fit into the terminal, else one block per row: no number is ever cut."""
+
+    def __init__(self, table: Table) -> None:
+        self.table = table
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        from rich.measure import Measurement
+
+        unlimited = options.update(max_width=10_000)
+        if Measurement.get(console, unlimited, self.table).minimum <= options.max_width:
+            yield self.table
+        else:
+            yield from self._blocks()
+
+    def _blocks(self) -> Iterable[RenderableType]:
+        from rich.padding import Padding
+        from rich.text import Text
+
+        if self.table.title:
+            yield Text(str(self.table.title), style="italic")
+        names = [str(column.header) for column in self.table.columns]
+        for cells in zip(*(column.cells for column in self.table.columns), strict=True):
+            first, *values = map(str, cells)
+            yield Text(first, style="bold")
+            items = [f"{name} {value}".strip() for name, value in zip(names[1:], values, strict=True) if value]
+            yield Padding(" · ".join(items), (0, 0, 0, 2))
+
+
 @cache
 def _console_class() -> type[Console]:
-    from rich.console import Console, ConsoleOptions, RenderableType
+    from rich.console import Console
     from rich.segment import Segment
     from rich.text import Text
 

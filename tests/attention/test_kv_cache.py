@@ -582,3 +582,95 @@ def test_self_attention_refuses_a_memory_cache():
 def test_invalid_cache_sizes_are_refused(make, words):
     with pytest.raises(ShapeError, match=words):
         make()
+
+
+# --- reorder and crop ---
+
+
+def filled(module: MultiHeadAttention, cache: KVCache, x: torch.Tensor, **options) -> KVCache:
+    module(x, causal=True, cache=cache, **options)
+    return cache
+
+
+@every_position
+@every_cache
+@either("order", [[2, 0, 1], [1, 1], [0, 2, 2, 1]], ids=str)
+def test_a_reordered_cache_continues_the_sequences_it_was_told(order, new_cache, position):
+    module, x, new = made(position=position), tokens(), tokens(2, len(order))
+    cache = filled(module, new_cache(), x[:, :9])
+    cache.reorder(torch.tensor(order))
+    expected = filled(module, new_cache(), x[order, :9])
+    close(module(new, causal=True, cache=cache), module(new, causal=True, cache=expected))
+
+
+def test_a_reordered_cache_keeps_each_sequence_s_length():
+    module, x, new = made(), tokens(), tokens(1)
+    lengths, order = torch.tensor([9, 3, 5]), torch.tensor([1, 1, 0])
+    cache = filled(module, KVCache(), x[:, :9], lengths=lengths)
+    cache.reorder(order)
+    assert cache.fill.tolist() == [3, 3, 9]
+    expected = filled(module, KVCache(), x[order, :9], lengths=lengths[order])
+    close(module(new, causal=True, cache=cache), module(new, causal=True, cache=expected))
+
+
+@every_position
+@every_cache
+@either("length", [0, 1, 8, 9], ids=str)
+def test_a_cropped_cache_is_as_before_the_forgotten_tokens(length, new_cache, position):
+    module, x, new = made(position=position), tokens(), tokens(2)
+    cache = filled(module, new_cache(), x[:, :9])
+    if isinstance(cache, SlidingCache) and 0 < length < 9:  # a long prompt leaves the last window - 1 keys
+        with pytest.raises(CacheError, match=r"cannot be cropped from 9 tokens to \d: it has forgotten"):
+            cache.crop(length)
+        assert cache.length == 9
+        return
+    cache.crop(length)
+    assert cache.length == length
+    expected = filled(module, new_cache(), x[:, :length]) if length else new_cache()
+    close(module(new, causal=True, cache=cache), module(new, causal=True, cache=expected))
+
+
+def test_a_sliding_cache_crops_as_far_as_its_buffer_reaches():
+    module, x, new = made(), tokens(), tokens(1)
+    cache = SlidingCache(WINDOW)
+    decode(module, x[:, :6], cache, [3, 1, 1, 1])
+    cache.crop(4)
+    expected = SlidingCache(WINDOW)
+    decode(module, x[:, :4], expected, [3, 1])
+    close(module(new, causal=True, cache=cache), module(new, causal=True, cache=expected))
+
+
+def test_a_cropped_cache_shortens_only_the_longer_sequences():
+    module, x, new = made(), tokens(), tokens(1)
+    cache = filled(module, KVCache(), x[:, :9], lengths=torch.tensor([9, 3, 5]))
+    cache.crop(4)
+    assert (cache.length, cache.fill.tolist()) == (4, [4, 3, 4])
+    expected = filled(module, KVCache(), x[:, :4], lengths=torch.tensor([4, 3, 4]))
+    close(module(new, causal=True, cache=cache), module(new, causal=True, cache=expected))
+
+
+def test_a_memory_cache_is_reordered_and_forgets_queries_only():
+    module, memory, x = made(), tokens(5), tokens(4)
+    cache = MemoryCache()
+    module(x, memory, cache=cache)
+    cache.reorder(torch.tensor([2, 0, 1]))
+    cache.crop(1)
+    assert cache.queries == 1
+    close(module(x, memory[[2, 0, 1]], cache=cache), module(x, memory[[2, 0, 1]]))
+
+
+@either(
+    ("call", "message"),
+    [
+        (lambda cache: cache.reorder([0, 1]), r"indices must be a tensor \(B,\) of whole numbers, got \[0, 1\]"),
+        (lambda cache: cache.reorder(torch.ones(2)), r"of whole numbers, got torch.float32 \(2,\)"),
+        (lambda cache: cache.reorder(torch.tensor([0, 3])), r"sequences 0 to 2, got indices \[0, 3\]"),
+        (lambda cache: cache.crop(10), "holds 9 tokens and cannot be cropped to 10"),
+        (lambda cache: cache.crop(-1), "length must be a whole number of at least 0, got -1"),
+    ],
+)
+def test_impossible_reorders_and_crops_are_refused(call, message):
+    cache = filled(made(), KVCache(), tokens()[:, :9])
+    with pytest.raises(HeadwiseError, match=message):
+        call(cache)
+    assert cache.length == 9

@@ -640,7 +640,11 @@ def test_a_new_module_has_glorot_weights_and_zero_biases():
     assert 0.9 * bound < module.W_Q.weight.abs().max() <= bound
     assert all((linear.bias == 0).all() for linear in (module.W_Q, module.W_K, module.W_V, module.W_O))
     assert (module.sinks == 0).all()
-    assert "GQA: d_model=64, 8 query and 2 key/value heads of 8" in repr(module)
+    assert "GQA: d_model=64, 8 query and 2 key/value heads of 8" in repr(module) and "position" not in repr(module)
+    rotary = MultiHeadAttention(64, 8, position=Rotary(base=500.0), softcap=3.0)
+    assert "heads of 8, position=Rotary(base=500.0, dim=None, interleaved=False, scaling=None), softcap=3.0" in repr(
+        rotary
+    )
     assert module.head_numbers == tuple(range(8))
 
 

@@ -6,10 +6,14 @@ import pytest
 import torch
 from torch import nn
 
+import headwise
 from headwise import Decoder, Encoder, Transformer, TransformerBlock
+from headwise.attention.checkpoints.architectures import ARCHITECTURES
+from headwise.attention.checkpoints.famous import SAME_SHAPE, famous_shape
 from headwise.attention.nn.positions import Rotary
 from headwise.attention.nn.stack import FeedForward
-from headwise.errors import HeadwiseError
+from headwise.card.sources.presets import FAMOUS
+from headwise.errors import HeadwiseError, UnsupportedError
 from headwise.heads import Heads
 from headwise.shapes import PRESETS, Shape
 
@@ -357,7 +361,7 @@ def decode(**options):
         (lambda: Encoder(CAUSAL), "an Encoder has no output layer and no sliding window"),
         (lambda: Decoder(replace(SMALL, pooler=True)), "a Decoder has no pooler"),
         (lambda: Transformer(SMALL), "a Transformer needs decoder_layers"),
-        (lambda: Encoder.from_shape("bert"), "no shape is called 'bert'; known are"),
+        (lambda: Encoder.from_shape("bert"), "no shape is called 'bert'; did you mean bert-"),
         (lambda: Encoder(SMALL)(ids() + VOCAB), f"is not in the vocabulary of {VOCAB} tokens"),
         (lambda: Encoder(SMALL)(-1 - ids()), "id -.* is not in the vocabulary"),
         (lambda: Encoder(SMALL)(ids().float()), r"ids must be whole numbers \(B, T\), got torch.float32 \(3, 7\)"),
@@ -428,3 +432,65 @@ def test_padding_does_not_use_up_positions():
 def test_rotary_decoders_have_no_length_limit():
     assert Decoder(LLAMA)(ids(tokens=23)).shape == (BATCH, 23, VOCAB)
     assert TransformerBlock(WIDTH, 3, position=Rotary())(torch.zeros(1, 23, WIDTH)).shape == (1, 23, WIDTH)
+
+
+# --- famous shapes ---
+
+
+@pytest.mark.parametrize("name", FAMOUS)
+def test_famous_shapes_have_the_parameters_of_their_cards_or_are_refused_by_type(name):
+    card = headwise.card.read(name)
+    model_type = FAMOUS[name]["model_type"]
+    if name not in PRESETS and model_type not in (*ARCHITECTURES, *SAME_SHAPE):
+        with pytest.raises(UnsupportedError, match=f"^{name} is of type {model_type}, which our stacks cannot build"):
+            famous_shape(name)
+        return
+    shape = famous_shape(name)
+    assert shape.parameters()["total"] == card.parameters.total
+    assert all(layer.heads == shape.heads for layer in card.attention.layers)
+
+
+@pytest.mark.parametrize("name", ["llama3-8b", "llama3.1-8b", "qwen2.5-7b", "qwen3-8b", "mistral-7b", "phi3-mini"])
+def test_a_decoder_is_built_from_a_famous_name_without_memory(name):
+    decoder = Decoder.from_shape(name, device="meta")
+    count = sum(parameter.numel() for parameter in decoder.parameters())
+    assert count == headwise.card.read(name).parameters.total
+    window = {"mistral-7b": 4096, "phi3-mini": 2047}.get(name)
+    assert (f"window of {window} keys" in repr(decoder)) == (window is not None)
+    assert "positions: rotary" in repr(decoder) and "position=Rotary(base=" in repr(decoder)
+
+
+def test_llama_3_has_its_own_rotary_frequencies():
+    first, second = famous_shape("llama3-8b"), famous_shape("llama3.1-8b")
+    assert dict(first.rope) == {"rope_theta": 500_000.0}
+    assert dict(second.rope)["factor"] == 8.0 and dict(second.rope)["rope_type"] == "llama3"
+
+
+def test_an_unknown_name_suggests_famous_ones():
+    with pytest.raises(UnsupportedError, match=r"no shape is called 'llama3-9b'; did you mean llama3-8b"):
+        Decoder.from_shape("llama3-9b")
+
+
+# --- caches of a stack ---
+
+
+@pytest.mark.parametrize("name", ["learned", "rotary, grouped"])
+def test_caches_of_a_decoder_are_reordered_and_cropped_together(name):
+    decoder = shaken(Decoder(DECODERS[name], dtype=torch.float64))
+    x, order = ids(), torch.tensor([2, 0, 0])
+    cache = decoder.cache()
+    decoder(x, cache=cache)
+    cache.crop(4)
+    cache.reorder(order)
+    assert cache.length == 4
+    expected = decoder(x[order])[:, 4:]
+    torch.testing.assert_close(decoder(x[order, 4:], cache=cache), expected, rtol=0, atol=1e-10)
+
+
+def test_caches_are_cropped_in_all_layers_or_in_none():
+    decoder = shaken(Decoder(DECODERS["a window in one layer"]))
+    cache = decoder.cache()
+    decoder(ids(), cache=cache)
+    with pytest.raises(HeadwiseError, match="a sliding cache of 3 keys cannot be cropped from 7 tokens to 4"):
+        cache.crop(4)
+    assert [layer.length for layer in cache.layers] == [7, 7]

@@ -136,11 +136,21 @@ def test_an_interrupted_run_is_resumed(
     monkeypatch.setattr(corpus_run.Accumulator, "add", lambda *all: (plain(*all), signal.raise_signal(signal.SIGINT)))
     code, out, err = run(capsys, "--model", model, "--texts", corpus, "--out", tmp_path)
     assert (code, out) == (130, "")
-    assert err.endswith("headwise: interrupted\n")
+    saved = f"what was measured is saved in {tmp_path}, and the same command goes on from there"
+    assert err.endswith(f"headwise: interrupted; {saved}\n")
     assert (tmp_path / "unfinished.safetensors").exists()
     monkeypatch.setattr(corpus_run.Accumulator, "add", plain)
     code, out, err = run(capsys, "--model", model, "--texts", corpus, "--out", tmp_path)
     assert code == 0 and "resuming from" in err and "83 texts" in out
+
+
+def test_an_interrupted_run_without_a_directory_says_how_to_be_resumable(
+    model: Path, corpus: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(corpus_run.Accumulator, "add", lambda *all: signal.raise_signal(signal.SIGINT))
+    code, _, err = run(capsys, "--model", model, "--texts", corpus)
+    assert code == 130
+    assert err.endswith("with --out DIRECTORY the same command goes on where it was interrupted\n")
 
 
 @pytest.mark.parametrize(

@@ -76,6 +76,7 @@ def hover(shown: Any, i: int, j: int) -> str:
 def test_map_shows_every_statistic_of_every_head(tab: Any, sentence: Path, inspected: Any) -> None:
     shown = tab().open(sentence)
     assert shown.locator("h1").inner_text() == ANIMAL
+    shown.get_by_role("radio", name="statistic").click()
     for name in inspected.stats:
         shown.get_by_label("statistic", exact=True).select_option(name)
         numbers = [float(text) for text in shown.locator(".hw-map .cell").all_inner_texts()]
@@ -88,6 +89,9 @@ def test_map_shows_every_statistic_of_every_head(tab: Any, sentence: Path, inspe
 
 def test_map_can_be_sorted_and_drawn_by_kind_or_thumbnails(tab: Any, sentence: Path, inspected: Any) -> None:
     shown = tab().open(sentence)
+    assert shown.get_by_role("radio", name="where it looks").is_checked()
+    assert shown.locator(".hw-map .cell canvas").count() == 72
+    shown.get_by_role("radio", name="statistic").click()
     shown.get_by_label("order", exact=True).select_option("ranked")
     ranked = shown.locator(".hw-map .cell").evaluate_all("cells => cells.map((c) => c.dataset.head)")
     best = (-inspected.table("entropy")).flatten().argsort(kind="stable")
@@ -101,8 +105,6 @@ def test_map_can_be_sorted_and_drawn_by_kind_or_thumbnails(tab: Any, sentence: P
     shown.get_by_role("radio", name="kind").click()
     coloured = shown.locator(".hw-map .cell:not(.none)").evaluate_all("cells => cells.map((c) => c.dataset.head)")
     assert set(coloured) == {head.name for kind in inspected.kinds for head in inspected.standouts(kind)}
-    shown.get_by_role("radio", name="where it looks").click()
-    assert shown.locator(".hw-map .cell canvas").count() == 72
 
 
 def test_clicking_a_head_opens_it_and_arrow_keys_move_on(tab: Any, sentence: Path) -> None:
@@ -127,10 +129,10 @@ def test_map_begins_with_a_word_to_follow(tab: Any, sentence: Path, inspected: A
     shown = tab().open(sentence)
     lead = shown.locator(".hw-lead.first")
     weight = inspected.matrix("3.1")[inspected.find("it"), inspected.find("animal")]
-    assert lead.inner_text().startswith(f"it looks at animal by {weight:.2f} in head 3.1.")
+    assert lead.inner_text().startswith(f"it looks at animal with weight {weight:.2f} in head 3.1.")
     lead.get_by_role("button", name="see how it comes about").click()
     assert shown.get_by_role("tab", selected=True).inner_text() == "Steps"
-    assert shown.locator(".hw-lead").inner_text().startswith("How it comes to look at animal by")
+    assert shown.locator(".hw-lead").inner_text().startswith("How it comes to look at animal with weight")
 
 
 def test_map_is_coloured_by_loaded_scores_and_roles(tab: Any, tmp_path: Path, run: Callable[..., capture.Pass]) -> None:
@@ -199,6 +201,65 @@ def test_several_heads_are_shown_in_their_colours(tab: Any, sentence: Path, insp
     assert shown.locator(".hw-chosen b").all_inner_texts() == ["head 5.11"]
 
 
+def test_all_heads_of_a_layer_are_laid_over_each_other(tab: Any, sentence: Path, inspected: Any) -> None:
+    browser_tab = tab()
+    shown = browser_tab.open(sentence, "view=head&heads=3.1")
+    shown.get_by_role("button", name="all heads of layer 3").click()
+    chips = shown.get_by_role("group", name="heads of layer 3").get_by_role("button")
+    assert chips.all_inner_texts() == [f"3.{head}" for head in range(12)]
+    colours = chips.evaluate_all("chips => chips.map((chip) => chip.style.getPropertyValue('--hw-dot'))")
+    assert len(set(colours)) == 12
+    rings = shown.locator(".hw-nav .cell.chosen").evaluate_all(
+        "cells => cells.map((cell) => cell.style.getPropertyValue('--hw-ring'))"
+    )
+    assert rings == colours
+    browser_tab.frame()
+    weights = {f"3.{head}": inspected.matrix(f"3.{head}")[8, 2] for head in range(12)}
+    strongest = max(weights, key=weights.__getitem__)
+    assert hover(shown, 8, 2).startswith(f"it → animal\nhead {strongest}\n{weights[strongest]:.4f}")
+    bars = shown.locator(".hw-tokens.to .hw-token", has_text="animal").locator(".bars")
+    shown.locator(".hw-tokens.from .hw-token", has_text="it").first.hover()
+    browser_tab.frame()
+    stripes = re.findall(r"rgba\(.*?, ([0-9.]+)\)", bars.evaluate("(bars) => bars.style.backgroundImage"))[::2]
+    assert [float(opacity) for opacity in stripes] == pytest.approx(list(weights.values()), abs=0.015)
+    chips.nth(4).click()
+    assert chips.nth(4).get_attribute("aria-pressed") == "false"
+    assert chips.nth(5).evaluate("(chip) => chip.style.getPropertyValue('--hw-dot')") == colours[5]
+    chips.nth(4).click()
+    shown.locator("body").press("a")
+    assert shown.locator(".hw-chosen b").inner_text() == "head 3.0"
+
+
+def test_tooltips_leave_what_they_explain_in_sight(tab: Any, sentence: Path) -> None:
+    for width in (1400, 400):
+        browser_tab = tab(viewport={"width": width, "height": 900})
+        shown = browser_tab.open(sentence)
+        for head in ("0.0", "5.11", "3.5"):
+            explained = shown.locator(f".hw-map .cell[data-head='{head}']")
+            explained.hover()
+            tip(shown)
+            assert not overlap(explained.bounding_box(), shown.locator(".hw-tip").bounding_box()), (width, head)
+        shown = browser_tab.open(sentence, "view=head&heads=3.1")
+        for side, name in (("from", "cross"), ("to", "animal")):
+            token = shown.locator(f".hw-tokens.{side} .hw-token", has_text=name)
+            token.hover()
+            tip(shown)
+            assert not overlap(token.bounding_box(), shown.locator(".hw-tip").bounding_box()), (width, side)
+        shown.locator(".hw-heat").scroll_into_view_if_needed()
+        browser_tab.frame()
+        hover(shown, 8, 2)
+        cell_box = shown.locator(".hw-heat").evaluate(
+            "(canvas) => (({ left, top, right, bottom }) => ({ x: left, y: top, width: right - left, "
+            "height: bottom - top }))(canvas.heatmap.cellBox([8, 2]))"
+        )
+        assert not overlap(cell_box, shown.locator(".hw-tip").bounding_box()), width
+
+
+def overlap(a: dict[str, float], b: dict[str, float]) -> bool:
+    across = a["x"] < b["x"] + b["width"] and b["x"] < a["x"] + a["width"]
+    return across and a["y"] < b["y"] + b["height"] and b["y"] < a["y"] + a["height"]
+
+
 def test_matrix_read_by_keys_is_announced(tab: Any, sentence: Path, inspected: Any) -> None:
     browser_tab = tab()
     shown = browser_tab.open(sentence, "view=head&heads=3.1")
@@ -224,7 +285,11 @@ def test_steps_show_the_numbers_of_the_model(tab: Any, sentence: Path, run: Call
     q, k = record.reading.q[0, 1, 10], record.reading.k[0, 1, 2]
     weights = record.rows([10], [1])[0, 0]
     shown = tab().open(sentence, "view=steps&heads=3.1&token=10&key=2")
-    assert shown.locator(".hw-lead").inner_text().startswith(f"How it comes to look at animal by {weights[2]:.3f}")
+    assert (
+        shown.locator(".hw-lead")
+        .inner_text()
+        .startswith(f"How it comes to look at animal with weight {weights[2]:.3f}")
+    )
     assert f"Σ = {float(q @ k):.2f}" in shown.locator("#hw-step-1").inner_text()
     assert f"= {float(q @ k) / 32**0.5:.3f}" in shown.locator("#hw-step-2").inner_text()
     assert shown.locator(".hw-weight").inner_text() == f"{weights[2]:.4f}"
@@ -318,13 +383,32 @@ def test_navigator_of_a_deep_model_scrolls_to_the_chosen_head(tab: Any, tmp_path
 # --- two passes ---
 
 
+def test_compare_opens_on_the_head_that_changed_most_and_says_so(
+    tab: Any, tmp_path: Path, run: Callable[..., capture.Pass], minilm: tuple[Any, Any]
+) -> None:
+    page.save(payload.data([run(), run(WIDE)]), tmp_path / "a.html")
+    shown = tab().open(tmp_path / "a.html")
+    assert shown.get_by_role("tab", selected=True).inner_text() == "Compare"
+    assert shown.locator("h1 span").all_inner_texts() == [ANIMAL, WIDE]
+    assert shown.locator("h1 mark").all_inner_texts() == ["tired.", "wide."]
+    comparison = headwise.inspect(ANIMAL, minilm[0], tokenizer=minilm[1], against=WIDE)
+    pronoun, animal = comparison.first.find("it"), comparison.first.find("animal")
+    before, after = (each.matrix("3.1")[pronoun, animal] for each in (comparison.first, comparison.second))
+    lead = shown.locator(".hw-findings")
+    assert lead.inner_text() == f"it → animal {before:.2f} → {after:.2f} in head 3.1, more than in any other head."
+    assert shown.locator(".hw-compare .cell.chosen").first.get_attribute("data-head") == "3.1"
+    shown.get_by_role("grid", name="difference in entropy").locator(".cell[data-head='5.8']").click()
+    assert "in head 5.8." in lead.inner_text() and f"→ {after:.2f} in head 3.1. see it" in lead.inner_text()
+    lead.get_by_role("button", name="see it").click()
+    assert "heads=3.1" in shown.url
+
+
 def test_compare_shows_two_texts_and_their_difference(
     tab: Any, tmp_path: Path, run: Callable[..., capture.Pass], minilm: tuple[Any, Any]
 ) -> None:
     page.save(payload.data([run(), run(WIDE)], heads=["3.1"]), tmp_path / "a.html")
     browser_tab = tab()
     shown = browser_tab.open(tmp_path / "a.html")
-    assert shown.get_by_role("tab", selected=True).inner_text() == "Compare"
     comparison = headwise.inspect(ANIMAL, minilm[0], tokenizer=minilm[1], against=WIDE)
     grid = shown.get_by_role("grid", name="difference in entropy").locator(".cell")
     numbers = [float(text.replace("−", "-")) for text in grid.all_inner_texts()]
@@ -340,16 +424,34 @@ def test_compare_shows_two_texts_and_their_difference(
     )
 
 
-def test_compare_shows_heads_off_and_other_models(tab: Any, tmp_path: Path, run: Callable[..., capture.Pass]) -> None:
-    tiny = capture.run(
-        ANIMAL, small_checkpoints.sharp(small_checkpoints.MODELS["gpt2"]()), tokenizer=small_checkpoints.byte_level()
-    )
+def test_compare_shows_heads_off(tab: Any, tmp_path: Path, run: Callable[..., capture.Pass]) -> None:
     page.save(payload.data([run(off={3: [1]}), run()]), tmp_path / "off.html")
     shown = tab().open(tmp_path / "off.html")
     assert "minilm without 3.1" in shown.locator(".hw-compare").inner_text()
+
+
+def test_models_of_different_shape_are_two_columns_with_heads_of_their_own(
+    tab: Any, tmp_path: Path, run: Callable[..., capture.Pass]
+) -> None:
+    model = small_checkpoints.sharp(small_checkpoints.MODELS["gpt2"]())
+    tiny = capture.run(ANIMAL, model, tokenizer=small_checkpoints.byte_level())
     page.save(payload.data([run(), tiny]), tmp_path / "two.html")
-    shown = tab().open(tmp_path / "two.html")
-    assert "not the same layers and heads" in shown.locator(".hw-compare").inner_text()
+    browser_tab = tab()
+    shown = browser_tab.open(tmp_path / "two.html")
+    assert "Their layers and heads differ" in shown.locator(".hw-findings").inner_text()
+    assert "minilm: it looks at animal with weight 0.68 in head 3.1." in shown.locator(".hw-findings").inner_text()
+    grids = shown.get_by_role("grid")
+    assert grids.count() == 2
+    boxes = [section.bounding_box() for section in shown.locator(".hw-compare section.hw-panel:visible").all()]
+    assert len(boxes) == 4 and sum(box["width"] for box in boxes[:2]) > 0.9 * 1400 - 120
+    grids.nth(1).locator(".cell[data-head='1.2']").click()
+    assert "head2=1.2" in shown.url and "heads=3.1" in shown.url
+    browser_tab.frame()
+    box = shown.locator(".hw-heat").nth(1)
+    box.focus()
+    shown.keyboard.press("ArrowDown")
+    weight = tiny.layers[1].rows([0], [2])[0, 0][0]
+    assert shown.locator(".hw-voice").inner_text().endswith(f"second {weight:.4f}")
 
 
 # --- long texts ---
@@ -472,7 +574,7 @@ def test_every_control_has_a_name(tab: Any, sentence: Path) -> None:
 
 
 def test_focus_stays_on_the_control_that_had_it(tab: Any, sentence: Path) -> None:
-    shown = tab().open(sentence)
+    shown = tab().open(sentence, "paint=value")
     shown.get_by_label("order", exact=True).focus()
     shown.keyboard.press("ArrowDown")
     assert shown.evaluate("document.activeElement.dataset.key") == "select:order" and "order=value" in shown.url

@@ -33,4 +33,8 @@ def test_pruning_page_is_styled_and_runs_nothing(tab: Callable[..., Any], tmp_pa
     assert shown.locator("td.gone").count() == 3
     look = "(cell) => getComputedStyle(cell).backgroundColor"
     colours = {shown.locator(selector).first.evaluate(look) for selector in ("td.gone", ".heads td:not(.gone)")}
-    assert len(colours) == 2 and all("rgba(70, 130, 180" in colour for colour in colours)
+    assert len(colours) == 2
+    ground = "() => getComputedStyle(document.querySelector('.headwise')).backgroundColor"
+    light = shown.evaluate(ground)
+    shown.emulate_media(color_scheme="dark")
+    assert shown.evaluate(ground) != light

@@ -491,6 +491,34 @@ def test_page_runs_a_sentence_and_switches_heads_off(tab: Any, url: str, service
     shown.locator("[data-effect]").wait_for(state="detached")
 
 
+def test_the_headline_and_the_outlined_head_agree_after_a_new_text(tab: Any, url: str) -> None:
+    shown = tab().open(url)
+    headline, outlined = shown.locator(".hw-lead.first"), shown.locator(".hw-map .cell.chosen")
+
+    def agreed() -> str:
+        head = outlined.get_attribute("data-head")
+        assert outlined.count() == 1 and f" in head {head}." in headline.inner_text()
+        return str(head)
+
+    first = agreed()
+    shown.locator("textarea").fill("She sat by the river bank.")
+    shown.keyboard.press("Enter")
+    shown.locator(".hw-brand", has_text="9 tokens").wait_for()
+    assert agreed() != first
+    shown.get_by_label("model", exact=True).select_option("tiny")
+    shown.locator(".hw-brand", has_text="tiny").wait_for()
+    agreed()
+
+
+def test_a_chosen_head_is_kept_for_a_new_text(tab: Any, url: str) -> None:
+    shown = tab().open(url)
+    shown.locator(".hw-map .cell[data-head='4.5']").click()
+    shown.locator("textarea").fill("She sat by the river bank.")
+    shown.keyboard.press("Enter")
+    shown.locator(".hw-brand", has_text="9 tokens").wait_for()
+    assert shown.locator(".hw-chosen b").inner_text() == "head 4.5"
+
+
 def test_page_runs_the_decoder_on_a_target(tab: Any, bart: tuple[Any, Any]) -> None:
     service = Service(
         {"bart": bart}, text="The animal was tired.", target="It was too", scores={"x": {"encoder": TABLE}}

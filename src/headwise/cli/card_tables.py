@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ..terminal import console, echo, format_bytes, one_line
+from ..terminal import FittingTable, console, echo, format_bytes, one_line
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -142,7 +142,7 @@ def _halves(width: int) -> tuple[int, int]:
     return first, max(width - 1 - first, 0)
 
 
-def _numbers(card: Card) -> Table:
+def _numbers(card: Card) -> RenderableType:
     from ..card.explain import TITLES
 
     several = len(card.parts) > 1
@@ -155,10 +155,10 @@ def _numbers(card: Card) -> Table:
     if card.class_name:
         row = (*(("",) if several else ()), "class", "", one_line(f"{card.class_name} ({card.class_source})"))
         table.add_row(*row)
-    return table
+    return FittingTable(table)
 
 
-def _every_layer(card: Card) -> Table:
+def _every_layer(card: Card) -> RenderableType:
     table = _table("tower", "layer", "query", "KV", "d_k", "d_v", "window", "attention")
     for part in card.parts:
         for layer in part.layers:
@@ -169,7 +169,7 @@ def _every_layer(card: Card) -> Table:
             table.add_row(
                 part.name, str(layer.index), *cells, f"{layer.window:,}" if layer.window else "", one_line(kind.strip())
             )
-    return table
+    return FittingTable(table)
 
 
 def _sides(difference: Diff) -> RenderableType:
@@ -182,7 +182,7 @@ def _sides(difference: Diff) -> RenderableType:
             _format(value, format_bytes) if name.startswith("cache") else _format(value) for value in (first, second)
         ]
         table.add_row(name, *cells, "")
-    return Group(table, Text(), Text(str(difference))) if difference.rows else Text(str(difference))
+    return Group(FittingTable(table), Text(), Text(str(difference))) if difference.rows else Text(str(difference))
 
 
 def _format(value: Any, form: Any = None) -> str:
@@ -210,4 +210,4 @@ def _options(width: int, options: list[Option]) -> RenderableType:
         )
         table.add_row(*row, big(option.parameters), option.verdict, style="dim" if bad else "")
     title = f"width {width:,}, {options[0].layers} layers; embeddings not counted, cache in bf16"
-    return Group(Text(title, style="bold"), table)
+    return Group(Text(title, style="bold"), FittingTable(table))

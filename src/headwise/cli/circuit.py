@@ -15,6 +15,7 @@ from ..terminal import console, echo
 from .checks import check_output_file
 from .options import PATH, LazyChoice, Whole, json_option
 from .progress import progress_bars
+from .requirements import check_requirements
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -71,6 +72,7 @@ def command(
     _check_options(text, answer, other, corrupted, task, pairs)
     if html is not None:
         check_output_file(html)
+    check_requirements("models", models=[model])
     from ..models.loading.resolve import resolve
 
     name, loaded, tokenizer = resolve(model)

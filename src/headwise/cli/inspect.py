@@ -13,6 +13,7 @@ import click
 from ..errors import HeadwiseError
 from ..terminal import console, echo
 from .options import PATH, LazyChoice, json_option, model_option
+from .requirements import check_requirements
 from .wording import name_options_in
 
 if TYPE_CHECKING:
@@ -95,6 +96,8 @@ def command(
     for name, value in (("target", target), ("scores", scores), ("compare", compare), ("off", off)):
         if value and not html:
             raise HeadwiseError(f"--{name} is for the page; give --html FILE too")
+    pictures = ["plot"] if png or svg else []
+    check_requirements("models", *pictures, *(["images"] if image else []), models=filter(None, (model, compare)))
     if html:
         if image:
             run = partial(_run_image, image, model, off, beside=compare, target=target)

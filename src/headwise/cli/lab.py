@@ -15,9 +15,17 @@ from .checks import check_output_folder
 from .options import PATH, Whole, json_option, seed_option, training_option
 from .progress import progress_bars
 from .ranks import SingleProcess, joined_ranks
+from .requirements import check_requirements
 
-ALL_OUT, ONE_OUT = Path("docs/lab"), Path("lab")
+OUT = Path("lab")
 MOST_STARTS = 1000
+REAL_MODELS = {  # claim -> the bundled models that it measures
+    5: ("minilm",),
+    8: ("minilm", "smollm2"),
+    11: ("minilm", "smollm2"),
+    12: ("minilm",),
+    13: ("smollm2",),
+}
 
 
 @click.command
@@ -29,9 +37,7 @@ MOST_STARTS = 1000
 )
 @seed_option("The first random start; the others follow it.")
 @click.option("--device", default="cpu", help="Where models are trained: cpu, cuda, ...")
-@click.option(
-    "--out", type=PATH, show_default="lab/, or docs/lab/ with --all", help="Directory for JSON, PNG and Markdown."
-)
+@click.option("--out", type=PATH, default=OUT, show_default="lab/", help="Directory for JSON, PNG and Markdown.")
 @click.option("--work", type=PATH, show_default="the user's cache", help="Directory for finished pieces of work.")
 @training_option
 @json_option
@@ -42,7 +48,7 @@ def command(
     starts: int | None,
     seed: int,
     device: str,
-    out: Path | None,
+    out: Path,
     work: Path | None,
     over: str,
     as_json: bool,
@@ -62,11 +68,12 @@ def command(
     if claims and all_claims:
         raise HeadwiseError("give numbers of claims or --all, not both")
     numbers = list(dict.fromkeys(claims or claim_numbers()))
+    real = [model for number in numbers for model in REAL_MODELS.get(number, ())]
+    check_requirements(*(["models"] if real else []), models=real)
     for number in numbers:
         load_claim(number)
     _check_device(device)
     records = []
-    out = out or (ALL_OUT if all_claims else ONE_OUT)
     work = cache() / "lab" if work is None else work
     for folder in (out, work):
         check_output_folder(folder)

@@ -29,6 +29,7 @@ from .options import (
 )
 from .progress import progress_bars
 from .ranks import SingleProcess, joined_ranks
+from .requirements import check_requirements
 
 if TYPE_CHECKING:
     from ..prune.batches import TextBatches
@@ -118,6 +119,7 @@ def command(
     """
     shares = _shares(keep)
     _check_plan(process, plan)
+    check_requirements("models", *(["plot"] if curve else []), models=[model])
     from ..prune.output_directory import check_output, recovery_file
     from ..prune.plan import check_options
     from ..prune.report import PruneOptions

@@ -8,6 +8,7 @@ import click
 
 from ..terminal import echo
 from .options import PATH, Whole
+from .requirements import check_requirements
 
 
 @click.command
@@ -37,6 +38,7 @@ def command(
 
     Type a sentence, choose a model, switch heads off.
     """
+    check_requirements("models", "serve", models=models)
     from ..inspection.examples import SENTENCE
     from ..ui.overlays import read_overlays
     from ..ui.server import serve as run

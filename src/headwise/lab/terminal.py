@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
+from ..terminal import FittingTable
 from .claim import CANNOT_TELL, HOLDS, NOT, ONLY_IF, Chart, Point, Table, Verdict
 
 if TYPE_CHECKING:
@@ -102,4 +103,4 @@ def _table(table: Table) -> RenderableType:
         grid.add_column(name)
     for row in table.rows:
         grid.add_row(*row)
-    return grid
+    return FittingTable(grid)

@@ -12,36 +12,52 @@ from .report import PruneReport, comparison_rows, recovery_summary, savings_limi
 if TYPE_CHECKING:
     from .rank_scores import ScoreComparison
 
+PICTURE = (
+    '<section class="hw-card"><img src="curve.png" alt="Quality against the share of heads kept" width="800"></section>'
+)
 HeadKey = tuple[str, int, int]  # kind, layer, head
 
 SHADES = 20  # steps from the least to the most important head; classes, since the policy allows no style attribute
 STYLE = """
-:root { color-scheme: light dark; font: 16px/1.5 system-ui, sans-serif }
-body { max-width: 60rem; margin: 2rem auto; padding: 0 1rem }
+body { margin: 0 }
+.headwise { min-height: 100vh }
+.headwise h2 { font-size: 17px; margin: 0 0 8px }
+.hw-card { margin: 18px 0; max-width: 64em; overflow-x: auto }
+.hw-card img { max-width: 100%; height: auto; background: #ffffff; border-radius: 6px }
 table { border-collapse: collapse }
-td, th { padding: .3rem .8rem; text-align: right; border-bottom: 1px solid #8886 }
+td, th { padding: .25rem .8rem .25rem 0; text-align: right; font-weight: normal; border-bottom: 1px solid var(--line) }
 td:first-child, th:first-child { text-align: left }
-pre { line-height: 1.2; overflow-x: auto }
-.heads td { width: 1.6rem; padding: .2rem; text-align: center; border: 2px solid Canvas; font-size: .8rem }
-.heads td.gone { outline: 1px dashed #8889; outline-offset: -4px; color: #888 }
+th { color: var(--soft); font-size: 13px }
+ul { margin: 8px 0; padding-left: 20px }
+.heads { border-collapse: separate; border-spacing: 3px }
+.heads th { border: 0; white-space: nowrap; padding: 0 8px 0 0 }
+.headwise .heads td { width: 36px; min-width: 22px; height: 30px; padding: 0; text-align: center; font-size: 12px;
+  border: 1px solid var(--edge); border-radius: 5px }
+.headwise .heads td.gone { background: none; border: 1px dashed var(--soft); color: var(--soft) }
+@media (max-width: 620px) {
+  .headwise h1 { font-size: 20px }
+  .heads { border-spacing: 1px }
+  .headwise .heads td, .heads th { width: 19px; min-width: 17px; font-size: 11px }
+  .heads th { padding: 0 3px 0 0 }
+}
 """ + "".join(
-    f".heads td.s{step} {{ background: rgb(70 130 180 / {0.08 + 0.62 * step / SHADES:.3f}) }}\n"
-    f".heads td.gone.s{step} {{ background: rgb(70 130 180 / {(0.08 + 0.62 * step / SHADES) / 3:.3f}) }}\n"
+    f".heads td.s{step} {{ background: color-mix(in oklab, light-dark(#0096b0, #3f9fd8) "
+    f"{60 * step / SHADES:.0f}%, var(--ground)) }}\n"
     for step in range(SHADES + 1)
 )
 BODY = """
-<h1>{title}</h1>
-<p>The most that removing heads can save: {ceiling}.</p>
-<table><thead><tr><th></th><th>before</th><th>after</th></tr></thead><tbody>{table}</tbody></table>
-<ul>{verdict}</ul>
-<p>{texts}</p>
+<main class="headwise">
+<header><div class="hw-brand"><b>headwise</b><span class="soft">pruning</span></div>
+<h1>{title}</h1></header>
+<p class="soft">The most that removing heads can save: {ceiling}.</p>
+<section class="hw-card"><table><thead><tr><th></th><th>before</th><th>after</th></tr></thead><tbody>{table}</tbody>
+</table><ul>{verdict}</ul><p class="soft">{texts}</p></section>
 {picture}
-<h2>The plan</h2>
-{heads}
-{notes}
+<section class="hw-card"><h2>The plan</h2>{heads}{notes}</section>
 {against}
 {recovery}
 <p>{saved}</p>
+</main>
 """
 
 
@@ -59,14 +75,15 @@ def page(report: PruneReport, picture: bool = False) -> str:
         table=table_rows(comparison_rows(report)),
         verdict="".join(f"<li>{escape(line)}</li>" for line in report.verdict()),
         texts=f"Scored on {report.scored} texts, measured on {report.measured} others; 95 % intervals by bootstrap.",
-        picture='<img src="curve.png" alt="Quality against the share of heads kept" width="800">' if picture else "",
+        picture=PICTURE if picture else "",
         heads=_head_map(report),
         notes="".join(f"<p>{escape(note)}</p>" for note in report.plan.notes),
         against=_score_section(report.comparison) if report.comparison is not None else "",
-        recovery=f"<h2>Recovery</h2><p>{escape(recovery_summary(report))}</p>" if report.losses else "",
+        recovery=_section("Recovery", f"<p>{escape(recovery_summary(report))}</p>") if report.losses else "",
         saved=escape(str(report.saved)) if report.saved else "",
     )
-    return html.page(one_line(title), body, STYLE, images="'self' file:")[0]  # the picture is a file beside the page
+    images = "'self' file:"  # the picture is a file beside the page
+    return html.page(one_line(title), body, html.theme() + STYLE, images=images)[0]
 
 
 def table_rows(rows: Iterable[tuple[str, ...]]) -> str:
@@ -87,7 +104,7 @@ def _head_map(report: PruneReport) -> str:
         lines.append(f"<tr><th>{name}</th>{cells}<th>{query - len(removed_heads)} of {query}</th></tr>")
     legend = f"{plan.removed} of {plan.total} heads go (score: {plan.score}, budget: {plan.budget}), marked ×."
     shades = " The darker a head, the higher it ranks in the model." if ranks else ""
-    return f'<p>{escape(legend + shades)}</p><table class="heads"><tbody>{"".join(lines)}</tbody></table>'
+    return f'<p class="soft">{escape(legend + shades)}</p><table class="heads"><tbody>{"".join(lines)}</tbody></table>'
 
 
 def _tips_and_ranks(report: PruneReport) -> tuple[dict[HeadKey, str], dict[HeadKey, float]]:
@@ -108,7 +125,9 @@ def _head_cell(head: int, removed: bool, tip: str | None, rank: float | None) ->
 
 def _score_section(comparison: ScoreComparison) -> str:
     header = "<tr><th>score</th><th>rank correlation</th><th>seconds</th></tr>"
-    return (
-        f"<h2>Scores against ablation</h2><table><thead>{header}</thead>"
-        f"<tbody>{table_rows(score_rows(comparison))}</tbody></table><p>{escape(comparison.summary())}</p>"
-    )
+    table = f"<table><thead>{header}</thead><tbody>{table_rows(score_rows(comparison))}</tbody></table>"
+    return _section("Scores against ablation", f"{table}<p>{escape(comparison.summary())}</p>")
+
+
+def _section(title: str, content: str) -> str:
+    return f'<section class="hw-card"><h2>{title}</h2>{content}</section>'

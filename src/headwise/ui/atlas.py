@@ -18,7 +18,9 @@ from . import bundle
 COLUMNS = 4  # of a figure
 MOST_ROLES = 16  # in a figure
 BODY = """
-<main id="atlas"><p>This page draws itself by a script that it carries; nothing is fetched.</p></main>
+<main id="atlas" class="headwise">
+<p>This page draws itself by a script that it carries; nothing is fetched.</p>
+</main>
 """
 
 
@@ -26,7 +28,7 @@ def save_page(atlas: Atlas, path: str | Path) -> None:
     """Write a page: every head coloured by any score, a table by role, and the similarity map if it was measured."""
     title = f"{atlas.model}: what its heads do"
     text, _ = html.page(
-        title, BODY, bundle.read("atlas.css"), script=bundle.script("atlas.js"),
+        title, BODY, bundle.report_style(), script=bundle.script("atlas.js"),
         data=("atlas-data", _data(atlas, title)),
     )  # fmt: skip
     with write_atomically(path) as file:
@@ -39,7 +41,7 @@ def _data(atlas: Atlas, title: str) -> dict[str, Any]:
     summary = (
         f"{len(atlas)} heads, {atlas.unnamed:.0%} of them without a clean role, {atlas.sink_only:.0%} that attend only "
         f"to sinks (the first token, special tokens or punctuation); {atlas.about['texts']:,} texts, "
-        f"{atlas.about['tokens']:,} tokens. Score and, in brackets, what equal attention has."
+        f"{atlas.about['tokens']:,} tokens."
     )
     summary = " ".join([summary, *(line.strip() for line in probe_lines(atlas) if line)])
     roles = [role for role in all_roles() if ways & set(role.ways) and role.score in document["scores"]]

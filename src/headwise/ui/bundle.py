@@ -12,6 +12,8 @@ import posixpath
 import re
 from importlib.resources import files
 
+from .. import html
+
 APP = "app.js"
 IMPORT = re.compile(r'^import \{([^}]*)\} from "(\.{1,2}/[^"]+)";\n', re.MULTILINE)
 EXPORT = re.compile(r"^export (?=(?:async )?(?:function|class|const) (\w+))", re.MULTILINE)
@@ -35,7 +37,12 @@ def script(entry: str) -> str:
 def style() -> str:
     """The style sheet of the view."""
     sheets = ("view.css", *(f"views/{name}" for name in _names("views", ".css")))
-    return "".join(map(read, sheets))
+    return html.theme() + "".join(map(read, sheets))
+
+
+def report_style() -> str:
+    """The style sheet of the pages of an atlas and of a training log."""
+    return html.theme() + read("report.css")
 
 
 def views() -> tuple[str, ...]:

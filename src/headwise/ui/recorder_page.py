@@ -19,7 +19,9 @@ from . import bundle
 MOST_NUMBERS = 2_000_000  # in a page; of longer logs some steps are left out
 LOGARITHMIC = ("max_logit",)
 BODY = """
-<main id="recorder"><p>This page draws itself by a script that it carries; nothing is fetched.</p></main>
+<main id="recorder" class="headwise">
+<p>This page draws itself by a script that it carries; nothing is fetched.</p>
+</main>
 """
 
 
@@ -28,7 +30,7 @@ def save_training_page(log: TrainingLog, path: str | Path) -> None:
     if not log.entries:
         raise HeadwiseError("the log has no entry yet, so there is nothing to draw")
     title = f"{one_line(log.header.model)}: its heads while it trained"
-    style = bundle.read("atlas.css") + bundle.read("recorder.css")
+    style = bundle.report_style() + bundle.read("recorder.css")
     text, _ = html.page(
         title, BODY, style, script=bundle.script("recorder.js"), data=("recorder-data", page_data(log, title))
     )
@@ -45,8 +47,7 @@ def page_data(log: TrainingLog, title: str) -> dict[str, Any]:
     torn = " The last line of the file is incomplete and was left out." if log.torn else ""
     summary = (
         f"{sum(layer.heads for layer in log.header.layers)} heads in {len(log.header.layers)} layers; "
-        f"{len(log.entries)} entries from step {first:,} to {final:,}{left_out}. Colours have the same scale in all "
-        f"steps.{torn}"
+        f"{len(log.entries)} entries from step {first:,} to {final:,}{left_out}.{torn}"
     )
     return {
         "title": title,

@@ -1,6 +1,6 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
-import { inkOn, luminance, PALETTES, pick, ramp } from "#js/lib/colour.js";
+import { category, inkOn, luminance, PALETTES, pick, ramp } from "#js/lib/colour.js";
 
 test("the luminance of a palette is monotonic", () => {
   for (const name of PALETTES) {
@@ -13,11 +13,17 @@ test("the luminance of a palette is monotonic", () => {
   }
 });
 
-test("text on any colour has a contrast of at least 4", () => {
-  for (let n = 0; n <= 20; n++) {
-    const ground = pick(ramp("sea", "light"), n / 20);
-    const ink = inkOn(ground) === "#ffffff" ? 1 : 0.006;
-    const [high, low] = [luminance(ground), ink].sort((a, b) => b - a);
-    assert.ok((high + 0.05) / (low + 0.05) >= 4, `${n}: ${(high + 0.05) / (low + 0.05)}`);
+test("text on any colour has a contrast of at least 4.5", () => {
+  for (let light = 0; light <= 255; light++) {
+    const [ground, ink] = [luminance([light, light, light]), inkOn([light, light, light]) === "#ffffff" ? 1 : 0];
+    const [high, low] = [ground, ink].sort((a, b) => b - a);
+    assert.ok((high + 0.05) / (low + 0.05) >= 4.5, `${light}`);
+  }
+});
+
+test("the colours of many heads are distinct", () => {
+  for (const theme of /** @type {const} */ (["light", "dark"])) {
+    const colours = Array.from({ length: 32 }, (_, n) => String(category(n, theme)));
+    assert.equal(new Set(colours).size, 32);
   }
 });

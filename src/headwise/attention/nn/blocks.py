@@ -121,6 +121,10 @@ class TransformerBlock(nn.Module):
         self.ffn_norm = new_norm()
         self.dropout = nn.Dropout(dropout)
 
+    def extra_repr(self) -> str:
+        window = "" if self.window is None else f", window of {self.window[0] + 1} keys"
+        return f"norms {'before' if self.pre_norm else 'after'} the sublayers{window}"
+
     def forward(
         self,
         x: Tensor,
@@ -198,6 +202,9 @@ class Embedding(nn.Module):
         self.dropout = nn.Dropout(dropout)
         for embedding in filter(None, (self.tokens, self.positions, self.types)):
             nn.init.normal_(embedding.weight, std=shape.width**-0.5)  # logits of a tied head then start around 1
+
+    def extra_repr(self) -> str:
+        return f"positions: {self.shape.positions}"
 
     def forward(self, ids: Tensor, positions: Tensor, types: Tensor | None = None) -> Tensor:
         x = self.tokens(ids)  # (B, T, d)

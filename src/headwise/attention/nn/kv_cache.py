@@ -91,6 +91,42 @@ class KVCache:
         """Empty the cache, for other sequences or another layer."""
         self.length, self.fill, self._k, self._v, self.layer = 0, None, None, None, None
 
+    def reorder(self, indices: Tensor) -> None:
+        """Sequence i becomes what sequence indices[i] was: beams, or several continuations of one prompt.
+
+        Example:
+            >>> cache.reorder(torch.tensor([0, 0, 2]))  # the first sequence twice, the second no more
+        """
+        if not isinstance(indices, Tensor) or indices.dim() != 1 or indices.dtype not in (torch.int64, torch.int32):
+            got = f"{indices.dtype} {tuple(indices.shape)}" if isinstance(indices, Tensor) else repr(indices)
+            raise CacheError(f"indices must be a tensor (B,) of whole numbers, got {got}; use torch.tensor([...])")
+        if self._k is None or self._v is None:
+            return
+        batch = self._k.shape[0]
+        if bool(((indices < 0) | (indices >= batch)).any()):
+            raise CacheError(f"the cache holds sequences 0 to {batch - 1}, got indices {indices.tolist()}")
+        rows = indices.to(self._k.device)
+        self._k, self._v = self._k.index_select(0, rows), self._v.index_select(0, rows)
+        if self.fill is not None:
+            self.fill = self.fill.index_select(0, indices.to(self.fill.device))
+
+    def crop(self, length: int) -> None:
+        """Forget the tokens at and after `length`, as after rejected guesses.
+
+        Example:
+            >>> cache.crop(cache.length - 3)  # the last three tokens
+        """
+        self.check_crop(length)
+        self.length = length
+        if self.fill is not None:
+            self.fill = self.fill.clamp(max=length)
+
+    def check_crop(self, length: int) -> None:
+        """Refuse a length that the cache cannot be cropped to."""
+        check_at_least(0, "length", length)
+        if length > self.length:
+            raise CacheError(f"the cache holds {self.length} tokens and cannot be cropped to {length}")
+
     def _update_ragged(self, k: Tensor, v: Tensor, lengths: Tensor | None) -> CachedKeys:
         """Append each sequence's new keys after its own last one."""
         batch, _, count, _ = k.shape
@@ -218,6 +254,21 @@ class SlidingCache(KVCache):
         super().reset()
         self._used = 0
 
+    def crop(self, length: int) -> None:
+        self.check_crop(length)
+        self._used = max(0, self._used - (self.length - length))
+        self.length = length
+
+    def check_crop(self, length: int) -> None:
+        super().check_crop(length)
+        removed, retained = self.length - length, self._used
+        missing = min(length, self.window - 1) - max(0, retained - removed)  # keys that the next token would read
+        if missing > 0:
+            raise CacheError(
+                f"a sliding cache of {self.window} keys cannot be cropped from {self.length} tokens to {length}: it "
+                f"has forgotten {missing} keys that the next token would read; use KVCache(), which retains them"
+            )
+
     def _new_buffer(self, k: Tensor, v: Tensor) -> None:
         """Start a buffer of twice the window with the last keys at its front, also after a long prompt."""
         self._used = min(k.shape[2], self.window - 1)
@@ -253,6 +304,14 @@ class MemoryCache(KVCache):
     def reset(self) -> None:
         super().reset()
         self.queries = 0
+
+    def crop(self, length: int) -> None:
+        """Forget the queries at and after `length`; the memory stays."""
+        self.check_crop(length)
+        self.queries = min(self.queries, length)
+
+    def check_crop(self, length: int) -> None:
+        check_at_least(0, "length", length)
 
 
 def update_cache(cache: KVCache, k: Tensor, v: Tensor, lengths: Tensor | None) -> CachedKeys:

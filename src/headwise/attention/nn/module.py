@@ -336,7 +336,9 @@ class MultiHeadAttention(nn.Module):
 
     def extra_repr(self) -> str:
         h = self.heads
-        return f"{h.kind}: d_model={h.width}, {h.query} query and {h.kv} key/value heads of {h.dim}"
+        heads = f"{h.kind}: d_model={h.width}, {h.query} query and {h.kv} key/value heads of {h.dim}"
+        variants = {"position": self.position, "softcap": self.softcap, "dropout": self.dropout or None}
+        return ", ".join([heads, *(f"{name}={value}" for name, value in variants.items() if value is not None)])
 
     def project(
         self,

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from ...errors import CacheError, MaskError, ShapeError, UnsupportedError
 from ...shapes import Shape
-from ...shapes import shape as preset
 from ..stats import HeadStats
 from ..validation import shown
 from ..visibility_options import check_tensor
@@ -22,6 +21,7 @@ from .inputs import check_integers, key_mask, mask_of_cached_keys, positions_of,
 from .kv_cache import KVCache, MemoryCache, SlidingCache, StaticCache
 from .module import FactoryOptions
 from .positions import Rotary
+from .sampling import Sampling, SamplingOptions
 from .streamed_cache import StreamedCache
 from .streamed_keys import SequenceStarts
 
@@ -43,6 +43,14 @@ class StackInputs(TypedDict, total=False):
     positions: Tensor | None
     memory: Tensor | None
     memory_mask: Tensor | None
+
+
+def _shape(shape: str | Shape) -> Shape:
+    if isinstance(shape, Shape):
+        return shape
+    from ..checkpoints.famous import famous_shape
+
+    return famous_shape(shape)
 
 
 class _Stack(nn.Module):
@@ -90,12 +98,11 @@ class _Stack(nn.Module):
 
     @classmethod
     def from_shape(cls, shape: str | Shape, **options: Unpack[StackOptions]) -> Self:
-        """Build from a Shape or the name of a famous one ("bert-base"); device="meta" allocates no memory.
+        """Build from a Shape or the name of a famous one ("bert-base", "llama3-8b"); device="meta" allocates no memory.
 
         Options are dropout, device and dtype.
         """
-        shape = preset(shape) if isinstance(shape, str) else shape
-        return cls(shape, **options)  # type: ignore[call-arg]  # Encoder's and Decoder's constructors take these
+        return cls(_shape(shape), **options)  # type: ignore[call-arg]  # Encoder's and Decoder's constructors take these
 
     def stats(
         self,
@@ -233,6 +240,21 @@ class Caches:
         """The number of tokens so far."""
         return self.layers[0].length
 
+    def reorder(self, indices: Tensor) -> None:
+        """Sequence i becomes what sequence indices[i] was, in every layer: beams, or several continuations of one."""
+        for cache in self._all():
+            cache.reorder(indices)
+
+    def crop(self, length: int) -> None:
+        """Forget the tokens at and after `length` in every layer, as after rejected guesses."""
+        for cache in self._all():
+            cache.check_crop(length)  # all or none
+        for cache in self._all():
+            cache.crop(length)
+
+    def _all(self) -> list[KVCache]:
+        return [*self.layers, *(cache for cache in self.memory if cache is not None)]
+
 
 class DecoderOptions(TypedDict, total=False):
     """The options of `Decoder.forward` and `Decoder.hidden`."""
@@ -351,8 +373,9 @@ class Decoder(_Stack):
         eos: int | Sequence[int] | None = None,
         memory: Tensor | None = None,
         memory_mask: Tensor | None = None,
+        **sampling: Unpack[SamplingOptions],
     ) -> Tensor:
-        """Greedy decoding: ids (B, T) -> (B, T + at most max_new_tokens).
+        """Decoding, greedy or sampled: ids (B, T) -> (B, T + at most max_new_tokens).
 
         Args:
             ids: (B, T), the prompt.
@@ -360,14 +383,20 @@ class Decoder(_Stack):
             mask: (B, T), True or 1 for a real token; padding must be on the left.
             eos: one or more ids that end a sequence, which is then padded with the first of them.
             memory: (B, S, d), what cross-attention reads; memory_mask (B, S) marks its real tokens.
+            sampling: temperature, top_k, top_p and seed, as in `Sampling`; without any of them, decoding is greedy.
+
+        Example:
+            >>> decoder.generate(ids, 20, temperature=0.8, top_p=0.95, seed=0)
         """
         self._check_generate(ids, max_new_tokens, mask)
+        choice = Sampling(**sampling)
+        generator = choice.generator(ids.device)
         ends = torch.tensor([] if eos is None else [eos] if isinstance(eos, int) else list(eos), device=ids.device)
         cache = self.cache()
         step, done = ids, torch.zeros_like(ids[:, :1], dtype=torch.bool)  # (B, 1)
         for _ in range(max_new_tokens):
             x = self.hidden(step, memory=memory, mask=mask, memory_mask=memory_mask, cache=cache)
-            step = self.logits(x[:, -1:]).argmax(-1).to(ids.dtype)  # (B, 1)
+            step = choice.choose(self.logits(x[:, -1:])[:, 0], generator).to(ids.dtype)  # (B, 1)
             if len(ends):
                 step = torch.where(done, ends[0].to(ids.dtype), step)
                 done = done | torch.isin(step, ends)
@@ -419,7 +448,7 @@ class Transformer(nn.Module):
     @classmethod
     def from_shape(cls, shape: str | Shape, **options: Unpack[StackOptions]) -> Self:
         """Build from a Shape or the name of a famous one ("transformer-base"); device="meta" allocates no memory."""
-        return cls(preset(shape) if isinstance(shape, str) else shape, **options)
+        return cls(_shape(shape), **options)
 
     def forward(
         self,
@@ -441,9 +470,13 @@ class Transformer(nn.Module):
         bos: int,
         eos: int | Sequence[int] | None = None,
         source_mask: Tensor | None = None,
+        **sampling: Unpack[SamplingOptions],
     ) -> Tensor:
-        """Greedy decoding of the target, starting with bos: (B, S) -> (B, 1 + at most max_new_tokens)."""
+        """Decoding of the target, starting with bos: (B, S) -> (B, 1 + at most max_new_tokens).
+
+        Greedy, or with the sampling options of `Decoder.generate`.
+        """
         with torch.no_grad():
             memory = self.encoder(source_ids, mask=source_mask)
         start = source_ids.new_full((source_ids.shape[0], 1), bos)
-        return self.decoder.generate(start, max_new_tokens, eos=eos, memory=memory, memory_mask=source_mask)
+        return self.decoder.generate(start, max_new_tokens, eos=eos, memory=memory, memory_mask=source_mask, **sampling)

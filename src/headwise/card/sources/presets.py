@@ -13,8 +13,22 @@ def _llama(
     return {
         "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": width, "num_hidden_layers": layers,
         "num_attention_heads": heads, "num_key_value_heads": kv, "intermediate_size": ffn, "vocab_size": vocab,
-        "max_position_embeddings": context, "tie_word_embeddings": False,
+        "max_position_embeddings": context, "tie_word_embeddings": False, "rms_norm_eps": 1e-5,
     } | changes  # fmt: skip
+
+
+def _llama3(
+    width: int, layers: int, heads: int, ffn: int, factor: float | None = None, **changes: Any
+) -> dict[str, Any]:
+    """Llama 3, and from 3.1 on with slower rotary frequencies for a context of 131,072 tokens."""
+    context = 8192 if factor is None else 131_072
+    scaling = {"rope_scaling": {**_LLAMA3_SCALING, "factor": factor}} if factor is not None else {}
+    return _llama(width, layers, heads, 8, ffn, 128_256, context, rope_theta=500_000.0, **scaling, **changes)
+
+
+_LLAMA3_SCALING = {
+    "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
+}  # fmt: skip
 
 
 def _variant(model_type: str, name: str, base: dict[str, Any], **changes: Any) -> dict[str, Any]:
@@ -58,24 +72,25 @@ _MAKERS = {"transformer": _transformer, "bert": _bert, "gpt2": _gpt2, "gpt3": _g
 _MISTRAL = _variant(
     "mistral", "MistralForCausalLM", _llama(4096, 32, 32, 8, 14_336, 32_000, 32_768, sliding_window=4096)
 )
-_QWEN2 = _variant("qwen2", "Qwen2ForCausalLM", _llama(3584, 28, 28, 4, 18_944, 152_064, 131_072))
-_QWEN3 = _variant("qwen3", "Qwen3ForCausalLM", _llama(4096, 36, 32, 8, 12_288, 151_936, 40_960, head_dim=128))
+_QWEN = {"rope_theta": 1_000_000.0, "rms_norm_eps": 1e-6}
+_QWEN2 = _variant("qwen2", "Qwen2ForCausalLM", _llama(3584, 28, 28, 4, 18_944, 152_064, 131_072), **_QWEN)
+_QWEN3 = _variant("qwen3", "Qwen3ForCausalLM", _llama(4096, 36, 32, 8, 12_288, 151_936, 40_960, head_dim=128), **_QWEN)
 _DEEPSEEK_V3 = _variant(
     "deepseek_v3", "DeepseekV3ForCausalLM", _llama(7168, 61, 128, 128, 18_432, 129_280, 163_840),
     q_lora_rank=1536, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, n_routed_experts=256,
-    num_experts_per_tok=8, n_shared_experts=1, moe_intermediate_size=2048, first_k_dense_replace=3,
+    num_experts_per_tok=8, n_shared_experts=1, moe_intermediate_size=2048, first_k_dense_replace=3, rms_norm_eps=1e-6,
 )  # fmt: skip
 
 FAMOUS: dict[str, dict[str, Any]] = {
     **{name: _MAKERS[name.split("-")[0]](preset.shape) for name, preset in PRESETS.items()},
-    "llama3-8b": _llama(4096, 32, 32, 8, 14_336, 128_256, 8192),
-    "llama3-70b": _llama(8192, 80, 64, 8, 28_672, 128_256, 8192),
-    "llama3.1-8b": _llama(4096, 32, 32, 8, 14_336, 128_256, 131_072),
-    "llama3.1-70b": _llama(8192, 80, 64, 8, 28_672, 128_256, 131_072),
-    "llama3.1-405b": _llama(16_384, 126, 128, 8, 53_248, 128_256, 131_072),
-    "llama3.2-1b": _llama(2048, 16, 32, 8, 8192, 128_256, 131_072, head_dim=64, tie_word_embeddings=True),
-    "llama3.2-3b": _llama(3072, 28, 24, 8, 8192, 128_256, 131_072, head_dim=128, tie_word_embeddings=True),
-    "smollm2-135m": _llama(576, 30, 9, 3, 1536, 49_152, 8192, tie_word_embeddings=True),
+    "llama3-8b": _llama3(4096, 32, 32, 14_336),
+    "llama3-70b": _llama3(8192, 80, 64, 28_672),
+    "llama3.1-8b": _llama3(4096, 32, 32, 14_336, 8.0),
+    "llama3.1-70b": _llama3(8192, 80, 64, 28_672, 8.0),
+    "llama3.1-405b": _llama3(16_384, 126, 128, 53_248, 8.0),
+    "llama3.2-1b": _llama3(2048, 16, 32, 8192, 32.0, head_dim=64, tie_word_embeddings=True),
+    "llama3.2-3b": _llama3(3072, 28, 24, 8192, 32.0, head_dim=128, tie_word_embeddings=True),
+    "smollm2-135m": _llama(576, 30, 9, 3, 1536, 49_152, 8192, tie_word_embeddings=True, rope_theta=100_000.0),
     "mistral-7b": _MISTRAL,
     "mixtral-8x7b": _variant(
         "mixtral", "MixtralForCausalLM", _MISTRAL, sliding_window=None, num_local_experts=8, num_experts_per_tok=2
@@ -94,15 +109,15 @@ FAMOUS: dict[str, dict[str, Any]] = {
     ),
     "gemma-7b": _variant(
         "gemma", "GemmaForCausalLM", _llama(3072, 28, 16, 16, 24_576, 256_000, 8192), head_dim=256,
-        tie_word_embeddings=True
+        tie_word_embeddings=True, rms_norm_eps=1e-6
     ),
     "gemma2-9b": _variant(
         "gemma2", "Gemma2ForCausalLM", _llama(3584, 42, 16, 8, 14_336, 256_000, 8192), head_dim=256,
-        tie_word_embeddings=True, sliding_window=4096,
+        tie_word_embeddings=True, sliding_window=4096, rms_norm_eps=1e-6,
     ),
     "gemma3-1b": _variant(
         "gemma3_text", "Gemma3ForCausalLM", _llama(1152, 26, 4, 1, 6912, 262_144, 32_768), head_dim=256,
-        tie_word_embeddings=True, sliding_window=512,
+        tie_word_embeddings=True, sliding_window=512, rms_norm_eps=1e-6,
     ),
     "phi3-mini": _variant("phi3", "Phi3ForCausalLM", _llama(3072, 32, 32, 32, 8192, 32_064, 4096), sliding_window=2047),
     "gpt-oss-20b": _variant(

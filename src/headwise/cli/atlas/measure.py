@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from ...errors import HeadwiseError
-from ...terminal import echo
+from ...terminal import echo, one_line
 from ..checks import check_output_folder, make_folder
 from ..options import Whole, context_option, field_option, json_option, model_option, seed_option, texts_option
 from ..progress import progress_bars
 from ..ranks import SingleProcess, joined_ranks
+from ..requirements import check_requirements
 from .files import out_option, print_atlas, table_options, write_atlas
 
 if TYPE_CHECKING:
@@ -47,17 +50,34 @@ def command(
     share, probe_list = parse_part(part), parse_probes(probes)
     if out is not None:
         check_output_folder(out)
+    check_requirements("models", models=[model])
     with joined_ranks() as ranks:
         if ranks.count > 1 and part is not None:
             raise HeadwiseError("torchrun shares the texts among its ranks itself; leave out --part")
         options = {"limit": limit, "length": context, "field": field, "seed": seed, "probes": probe_list}
-        atlas = _measure(texts, model, out, share, ranks, options)
+        with _resumption_named(out):
+            atlas = _measure(texts, model, out, share, ranks, options)
         if out is not None and ranks.first:
             write_atlas(atlas, out)
             if ranks.count == 1:
                 (out / UNFINISHED).unlink(missing_ok=True)  # only now is everything that was measured on disk
         if ranks.first:
             print_atlas(atlas, head, best, as_json)
+
+
+@contextmanager
+def _resumption_named(out: Path | None) -> Iterator[None]:
+    """After Ctrl-C, the last line says how to go on."""
+    try:
+        yield
+    except KeyboardInterrupt as stop:
+        if out is None:
+            words = "nothing was saved; with --out DIRECTORY the same command goes on where it was interrupted"
+        elif (out / UNFINISHED).exists() or (out / "unfinished").exists():
+            words = f"what was measured is saved in {one_line(str(out))}, and the same command goes on from there"
+        else:
+            words = "nothing was measured yet; the same command begins again"
+        raise KeyboardInterrupt(f"{str(stop) or 'interrupted'}; {words}") from None
 
 
 def parse_part(text: str | None) -> tuple[int, int]:

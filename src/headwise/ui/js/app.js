@@ -1,7 +1,9 @@
 // The page: one state, and the views that show it.
 // The contract is anywidget's: export default { render({ model, el }) }.
+
+import { largestChange } from "./lib/changes.js";
 import { category, oklch, PALETTES } from "./lib/colour.js";
-import { choice, h, keepFocus, Tooltip } from "./lib/dom.js";
+import { changedText, choice, h, keepFocus, Tooltip } from "./lib/dom.js";
 import { arrowStep, consume } from "./lib/keys.js";
 import { LiveBar } from "./lib/live.js";
 import { hasImage } from "./lib/patches.js";
@@ -64,8 +66,10 @@ export class App {
     /** @type {Requests | null} */
     this.requests = null;
     this.shared = "";
-    /** @type {string | null} */
-    this.followedText = null;
+    /** @type {string | null} the text, model and target whose word was chosen to follow */
+    this.followed = null;
+    /** @type {string | null} what both passes were requested by */
+    this.compared = null;
   }
 
   /** @param {any} data @param {string} [shared] a state that was shared */
@@ -88,6 +92,7 @@ export class App {
     if (this.live) {
       const { text, name, target } = this.run.json;
       Object.assign(this.state, { text, model: name, target: target ?? "" });
+      this.followed = this._followedKey();
     }
     this.update();
   }
@@ -133,8 +138,16 @@ export class App {
       view: this.runs[1] ? "compare" : chosen.length || hasImage(run) ? this.headView : "map",
     });
     if (circuit) this.state.view = "circuit";
+    if (!chosen.length) this._chooseChange();
     Object.assign(this.state, readState(shared, run));
     this._clamp();
+  }
+
+  /** Choose the head that differs most between two passes. */
+  _chooseChange() {
+    const [a, b] = this.runs;
+    const change = b && largestChange(a, b, "words");
+    if (change) this.state.heads = [change.at];
   }
 
   // --- with a model behind the page ---
@@ -142,20 +155,34 @@ export class App {
   /** Show the passes that the state requested. @param {Run[]} runs */
   receiveRuns(runs) {
     const first = !this.runs.length;
+    const before = first ? null : this.run.json.follow;
     if (first) this._start(runs, this.shared);
     else this.runs = runs;
     this._clamp();
-    if (!first && this.state.token === null && this.state.text !== this.followedText) this._follow();
-    this.followedText = this.state.text;
+    const followed = this._followedKey();
+    if (!first && this.state.token === null && followed !== this.followed) this._follow(before);
+    this.followed = followed;
+    const compared = JSON.stringify(ALL_REQUEST_FIELDS.map((name) => this.state[name]));
+    if (!first && this.runs[1] && this.state.view === "compare" && compared !== this.compared) this._chooseChange();
+    this.compared = compared;
     this.update();
   }
 
-  /** Choose the word that is worth following in a new text. */
-  _follow() {
+  _followedKey() {
+    const { text, model, target } = this.state;
+    return JSON.stringify([text, model, target]);
+  }
+
+  /** Choose the word that is worth following in a new text, and its head: in the map, where it is announced, and
+   * elsewhere unless another head was chosen. @param {RunJson["follow"]} before what was followed in the old text */
+  _follow(before) {
     const { follow } = this.run.json;
     if (!follow) return;
     const { of } = this.run.texts[0];
+    const { view, heads } = this.state;
+    const unchosen = view === "map" || String(heads) === String(before?.head);
     Object.assign(this.state, { token: of.indexOf(follow.word), key: of.indexOf(follow.to) });
+    if (unchosen) this.state.heads = [follow.head];
   }
 
   /** Fetch q, k and v behind a head that the page does not have yet. @param {Run} run @param {Head} at */
@@ -215,8 +242,8 @@ export class App {
   get colours() {
     const dark = this.theme === "dark";
     return dark
-      ? { ground: "#15171c", ink: "#e8e9ed", soft: "#9aa0ad", accent: "#ffb454", link: category(0, "dark") }
-      : { ground: "#fcfbf8", ink: "#1b1f2a", soft: "#646b7a", accent: "#c2410c", link: oklch(0.45, 0.15, 262) };
+      ? { ground: "#15171c", ink: "#e8e9ed", soft: "#a3a9b6", accent: "#ffb454", link: category(0, "dark") }
+      : { ground: "#fcfbf8", ink: "#1b1f2a", soft: "#5c6371", accent: "#b93c0a", link: oklch(0.45, 0.15, 262) };
   }
 
   /** Change some fields of the state. @param {Partial<State>} patch */
@@ -271,6 +298,22 @@ export class App {
     else this.set({ heads: remove ? others : [...others, at].slice(-MOST_HEADS), view });
   }
 
+  /** Whether all heads of the chosen head's layer are laid over each other. */
+  get overlaid() {
+    const { heads } = this.state;
+    const [[row]] = heads;
+    return heads.length > 1 && heads.length === this.run.layers[row].heads && heads.every(([other]) => other === row);
+  }
+
+  /** Lay all heads of the chosen head's layer over each other, or go back to one of them. */
+  toggleOverlay() {
+    const [first] = this.state.heads;
+    const count = Math.min(this.run.layers[first[0]].heads, MOST_HEADS);
+    const all = Array.from({ length: count }, (_, head) => /** @type {Head} */ ([first[0], head]));
+    const others = all.filter(([, head]) => head !== first[1]);
+    this.set({ heads: this.overlaid ? [first] : [first, ...others] });
+  }
+
   /** Move the choice by some layers and heads. @param {number} layers @param {number} heads */
   step(layers, heads) {
     const { run } = this;
@@ -293,6 +336,7 @@ export class App {
     else if (step) this.step(...step);
     else if (view) this.set({ view: view.name });
     else if (event.key === "Escape") this.set({ token: null });
+    else if (event.key === "a" && this.state.view === this.headView) this.toggleOverlay();
     else if (event.key === "x" && this.live) this.switchHead(this.state.heads[0]);
     else return;
     event.preventDefault();
@@ -337,15 +381,12 @@ export class App {
   /** The model and the size of the text. */
   _brand() {
     const { layers, texts, json } = this.run;
+    const second = this.state.view === "compare" ? this.runs[1]?.json.name : undefined;
+    if (second && second !== json.name) return brand([`${json.name} and ${second}`, ...json.notes]);
     const heads = layers.reduce((sum, layer) => sum + layer.heads, 0);
     const tokens = plural(texts[0].pieces.length, "token");
     const facts = [json.name, `${plural(layers.length, "layer")}, ${plural(heads, "head")}`, tokens, ...json.notes];
-    return h(
-      "div",
-      { class: "hw-brand" },
-      h("b", { text: "headwise" }),
-      h("span", { class: "soft", text: facts.join(" · ") }),
-    );
+    return brand(facts);
   }
 
   /** Undo, palette and theme. */
@@ -384,6 +425,12 @@ export class App {
   /** The text, and the text of the decoder. */
   _texts() {
     const { text, target, pair } = this.run.json;
+    const other = this.state.view === "compare" ? this.runs[1]?.json.text : undefined;
+    if (other !== undefined && other !== text) {
+      /** @param {string} own @param {string} their */
+      const line = (own, their) => h("span", { dir: "auto" }, ...changedText(own, their));
+      return [h("h1", { class: "two" }, line(text, other), line(other, text))];
+    }
     const title = { dir: "auto", class: text.length > LONG_TITLE ? "long" : "", text: visible(text, 220) };
     if (!target) return [h("h1", title)];
     return [
@@ -424,6 +471,16 @@ export class App {
     this.set({ view: views[(n + step + views.length) % views.length].name });
     /** @type {HTMLElement | null} */ (this.header.querySelector('[role="tab"][aria-selected="true"]'))?.focus();
   }
+}
+
+/** The name of the package, and what the page is about. @param {string[]} facts */
+function brand(facts) {
+  return h(
+    "div",
+    { class: "hw-brand" },
+    h("b", { text: "headwise" }),
+    h("span", { class: "soft", text: facts.join(" · ") }),
+  );
 }
 
 /** Show the page in an element. @param {{ model: Model, el: HTMLElement }} host */

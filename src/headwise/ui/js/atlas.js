@@ -1,5 +1,8 @@
 // The atlas as a page: every head as a cell, coloured by one score; all scores of a chosen head; a table by role.
 import { h } from "./lib/dom.js";
+import { legend } from "./lib/heatmap.js";
+import { figure, headings, pageHeader, Theme } from "./lib/report.js";
+import { svg } from "./lib/svg.js";
 
 /**
  * @typedef {(number | null)[][]} Table
@@ -20,8 +23,6 @@ import { h } from "./lib/dom.js";
  * @property {Record<string, { score: string, words: string }>} definitions of the roles
  */
 
-const SVG = "http://www.w3.org/2000/svg";
-const STRONG = 0.55; // share of the largest score from which on the ink is inverted
 const LISTED = 6; // heads of a role
 const MAP_SIZE = 460;
 const MAP_EDGE = 24;
@@ -32,7 +33,13 @@ const root = /** @type {HTMLElement} */ (document.getElementById("atlas"));
 /** @type {HTMLSelectElement} */
 const select = h("select", { id: "score", on: { change: drawGrids } });
 const grids = h("div", { id: "grids" });
-const detail = h("div", { id: "detail", "aria-live": "polite" });
+const meaning = h("div", { class: "hw-card" });
+const theme = new Theme(root, drawGrids);
+const detail = h(
+  "div",
+  { id: "detail", class: "hw-card", "aria-live": "polite" },
+  h("p", { class: "soft", text: "Click a head for all that was measured of it." }),
+);
 
 /** @param {number | null} x */
 function number(x) {
@@ -44,11 +51,6 @@ function rolesOf(kind, layer, head) {
   return data.roles.filter((role) => role.kind === kind && role.layer === layer && role.head === head);
 }
 
-/** @param {string[]} names @param {string} scope "row" or "col" */
-function headers(names, scope) {
-  return names.map((name) => h("th", { scope }, name));
-}
-
 /** All scores of one head. @param {string} kind @param {number} row @param {number} head */
 function showHead(kind, row, head) {
   const layer = data.layers[kind][row];
@@ -58,85 +60,95 @@ function showHead(kind, row, head) {
     h(
       "tr",
       {},
-      ...headers([name], "row"),
+      ...headings([name], "row"),
       h("td", {}, number(table.score[row][head])),
       h("td", {}, `${number(table.low[row][head])} to ${number(table.high[row][head])}`),
       h("td", {}, number(table.baseline[row])),
     ),
   );
-  const columns = headers(["score", "mean", "95 % interval", "baseline"], "col");
+  const columns = headings(["score", "mean", "95 % interval", "baseline"], "col");
   detail.replaceChildren(
     h("h2", {}, `${kind} ${layer}.${head}: ${roles.join(", ") || "no clean role"}`),
     h("table", {}, h("thead", {}, h("tr", {}, ...columns)), h("tbody", {}, ...lines)),
   );
 }
 
+/** The ends of a score's colour scale, over all kinds of attention. @returns {[number, number]} */
+function extent() {
+  const values = Object.values(data.scores[select.value])
+    .flatMap(({ score }) => score.flat())
+    .filter((x) => x !== null);
+  return [Math.min(...values, 0), Math.max(...values)];
+}
+
 function drawGrids() {
   const kinds = Object.entries(data.scores[select.value]);
+  const [least, most] = extent();
   grids.replaceChildren(...kinds.map(([kind, { score }]) => grid(kind, score)));
+  meaning.replaceChildren(
+    h("h3", { text: select.value }),
+    h("p", { text: data.meanings[select.value] || select.value }),
+    legend(theme.colours, number(least), number(most)),
+    h("p", { class: "soft", text: "An outlined head has a role." }),
+  );
 }
 
 /** @param {string} kind @param {Table} table */
 function grid(kind, table) {
-  const values = table.flat().filter((x) => x !== null);
-  const [least, most] = [Math.min(...values, 0), Math.max(...values)];
+  const [least, most] = extent();
   /** @param {number | null} value @param {number} row @param {number} head */
   const cell = (value, row, head) => {
     if (value === null) return h("td");
     const share = most > least ? (value - least) / (most - least) : 0;
     const layer = data.layers[kind][row];
     const roles = rolesOf(kind, layer, head).map(({ role }) => role);
-    const classes = [share > STRONG && "strong", roles.length > 0 && "named"];
     const button = h("button", {
       type: "button",
-      class: classes.filter(Boolean).join(" "),
+      class: roles.length ? "named" : "",
       title: `${layer}.${head} ${roles.join(", ")}`,
       text: number(value),
-      style: { "--share": `${Math.round(share * 100)}%` },
       on: { click: () => showHead(kind, row, head) },
     });
+    theme.paint(button, share);
     return h("td", {}, button);
   };
   const rows = table.map((line, row) => {
     const cells = line.map((value, head) => cell(value, row, head));
-    return h("tr", {}, ...headers([String(data.layers[kind][row])], "row"), ...cells);
+    return h("tr", {}, ...headings([String(data.layers[kind][row])], "row"), ...cells);
   });
   const widest = Math.max(...table.map((line) => line.length));
   const columns = ["layer", ...Array.from({ length: widest }, (_, head) => String(head))];
-  const meaning = data.meanings[select.value] || select.value;
-  const caption = `${kind}: ${meaning}. An outlined head has a role; click a head for all that was measured of it.`;
   return h(
     "table",
-    { class: "grid" },
-    h("caption", {}, caption),
-    h("thead", {}, h("tr", {}, ...headers(columns, "col"))),
+    { class: "grid", style: { "--hw-heads": widest } },
+    h("caption", {}, `${kind} attention`),
+    h("thead", {}, h("tr", {}, ...headings(columns, "col"))),
     h("tbody", {}, ...rows),
   );
 }
 
 /** The heads of a kind as points, near each other where they look alike. @param {string} kind @param {Point[]} points */
 function similarityMap(kind, points) {
-  const svg = document.createElementNS(SVG, "svg");
-  svg.setAttribute("viewBox", `0 0 ${MAP_SIZE} ${MAP_SIZE}`);
-  svg.setAttribute("role", "img");
-  svg.setAttribute("aria-label", "heads that look alike, side by side");
   const axes = [points.map(({ x }) => x), points.map(({ y }) => y)];
   const ends = axes.map((values) => [Math.min(...values), Math.max(...values)]);
   const widest = Math.max(...ends.map(([low, high]) => high - low), 1e-9); // one scale for both axes keeps distances
   /** @param {number} x @param {number[]} ends */
   const place = (x, [low, high]) => MAP_SIZE / 2 + ((x - (low + high) / 2) / widest) * (MAP_SIZE - 2 * MAP_EDGE);
-  for (const { kind: own, layer, head, x, y } of points) {
-    const dot = document.createElementNS(SVG, "text");
-    dot.setAttribute("x", String(place(x, ends[0])));
-    dot.setAttribute("y", String(place(y, ends[1])));
-    dot.setAttribute("class", rolesOf(own, layer, head).length ? "named" : "");
-    dot.textContent = `${layer}.${head}`;
+  const dots = points.map(({ kind: own, layer, head, x, y }) => {
+    const named = rolesOf(own, layer, head).length ? "named" : "";
+    const dot = svg("text", { x: place(x, ends[0]), y: place(y, ends[1]), class: named }, `${layer}.${head}`);
     dot.addEventListener("click", () => showHead(own, data.layers[own].indexOf(layer), head));
-    svg.append(dot);
-  }
+    return dot;
+  });
   const text =
     "Near each other: they spread their weight alike (Jensen-Shannon divergence). Coloured heads have a role.";
-  return h("section", {}, h("h2", {}, `Which ${kind} heads look alike`), h("p", { class: "soft" }, text), svg);
+  return h(
+    "section",
+    { class: "hw-card" },
+    h("h2", {}, `Which ${kind} heads look alike`),
+    h("p", { class: "soft" }, text),
+    figure("heads that look alike, side by side", `0 0 ${MAP_SIZE} ${MAP_SIZE}`, ...dots),
+  );
 }
 
 /** The roles, with the heads that have them. */
@@ -160,17 +172,30 @@ function roleTable() {
       h("td", { class: "soft" }, words),
     );
   });
-  return h("table", { id: "roles" }, h("caption", {}, data.summary), h("tbody", {}, ...rows));
+  return h(
+    "section",
+    { class: "hw-card" },
+    h("h2", { text: "Roles" }),
+    h("p", {
+      class: "soft",
+      text: "How many heads have the role, and the clearest: score and, in brackets, equal attention's.",
+    }),
+    h("table", { id: "roles" }, h("tbody", {}, ...rows)),
+  );
 }
 
 select.append(...Object.keys(data.scores).map((name) => h("option", { value: name }, name)));
 select.value = data.roles.length ? data.definitions[data.roles[0].role].score : "entropy";
 root.replaceChildren(
-  h("h1", {}, data.title),
+  pageHeader(theme, "atlas", data.title),
+  h("p", { class: "hw-lead soft", text: data.summary }),
+  h(
+    "div",
+    { class: "hw-report" },
+    h("div", {}, h("label", { for: "score" }, "Colour by "), select, grids),
+    h("aside", { class: "hw-side" }, meaning, detail),
+  ),
   roleTable(),
-  h("p", {}, h("label", { for: "score" }, "Colour by "), select),
-  grids,
-  detail,
   ...Object.entries(data.maps).map(([kind, points]) => similarityMap(kind, points)),
 );
 drawGrids();

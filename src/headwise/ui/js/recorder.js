@@ -1,6 +1,9 @@
 // A training log as a page: every head as a cell, coloured by one statistic; a slider over the steps of the training;
 // the lines of a chosen head; the alarms.
 import { h } from "./lib/dom.js";
+import { legend } from "./lib/heatmap.js";
+import { figure, headings, pageHeader, Theme } from "./lib/report.js";
+import { svg } from "./lib/svg.js";
 import { linePath, nearestStep, share, stepShare, timeScale } from "./lib/timeline.js";
 
 /** @import { Scale } from "./lib/timeline.js" */
@@ -28,8 +31,6 @@ import { linePath, nearestStep, share, stepShare, timeScale } from "./lib/timeli
  * @property {Alarm[]} alarms
  */
 
-const SVG = "http://www.w3.org/2000/svg";
-const STRONG = 0.55; // share of the scale from which on the ink is inverted
 const CHART = { width: 220, height: 56 };
 const MOST_NUMBERS = 20; // heads of a layer; more of them are shown as colours only
 const PLAY_INTERVAL = 160; // milliseconds
@@ -54,9 +55,11 @@ const slider = h("input", {
   on: { input: showStep },
 });
 const stepName = h("output", { for: "step", id: "step-name" });
-const play = h("button", { type: "button", id: "play", text: "▶ play", on: { click: togglePlay } });
+const play = h("button", { type: "button", id: "play", class: "hw-small", text: "▶ play", on: { click: togglePlay } });
 const grids = h("div", { id: "grids" });
-const detail = h("div", { id: "detail", "aria-live": "polite" });
+const meaning = h("div", { class: "hw-card" });
+const detail = h("div", { id: "detail", class: "hw-card", "aria-live": "polite" });
+const theme = new Theme(root, drawGrids);
 
 /** @type {{ kind: string, row: number, head: number, button: HTMLButtonElement }[]} */
 let cells = [];
@@ -106,14 +109,17 @@ function alarmsOf(kind, layer, head) {
   return (alarmsByHead.get(headKey(kind, layer, head)) ?? []).filter((alarm) => alarm.step <= step);
 }
 
-/** @param {string[]} names @param {string} scope "row" or "col" */
-function headers(names, scope) {
-  return names.map((name) => h("th", { scope }, name));
-}
-
 function drawGrids() {
   cells = [];
   grids.replaceChildren(...Object.keys(data.statistics[select.value]).map(grid));
+  const { low, high, logarithmic } = scaleOf(select.value);
+  const scale = `The scale is the same in all steps${logarithmic ? ", and logarithmic" : ""}.`;
+  meaning.replaceChildren(
+    h("h3", { text: select.value }),
+    h("p", { text: data.meanings[select.value] }),
+    legend(theme.colours, number(low), number(high)),
+    h("p", { class: "soft", text: `${scale} An outlined head has raised an alarm.` }),
+  );
   showStep();
 }
 
@@ -130,18 +136,15 @@ function grid(kind) {
       cells.push({ kind, row, head, button });
       return h("td", {}, button);
     });
-    return h("tr", {}, ...headers([String(layer)], "row"), ...buttons);
+    return h("tr", {}, ...headings([String(layer)], "row"), ...buttons);
   });
   const widest = Math.max(...layers.map(({ heads }) => heads));
   const columns = ["layer", ...Array.from({ length: widest }, (_, head) => String(head))];
-  const { low, high, logarithmic } = scaleOf(select.value);
-  const range = `${number(low)} to ${number(high)}${logarithmic ? ", on a logarithmic scale" : ""}`;
-  const caption = `${kind}: ${data.meanings[select.value]} (${range}). An outlined head has raised an alarm.`;
   return h(
     "table",
-    { class: widest > MOST_NUMBERS ? "grid many" : "grid" },
-    h("caption", {}, caption),
-    h("thead", {}, h("tr", {}, ...headers(columns, "col"))),
+    { class: widest > MOST_NUMBERS ? "grid many" : "grid", style: { "--hw-heads": widest } },
+    h("caption", {}, `${kind} attention`),
+    h("thead", {}, h("tr", {}, ...headings(columns, "col"))),
     h("tbody", {}, ...rows),
   );
 }
@@ -160,26 +163,21 @@ function showStep() {
     const alarms = alarmsOf(kind, layer, head);
     button.textContent = number(value);
     button.title = [`${headKey(kind, layer, head)}: ${number(value)}`, ...alarms.map(({ text }) => text)].join("\n");
-    button.className = [place > STRONG && "strong", alarms.length && "named"].filter(Boolean).join(" ");
-    button.style.setProperty("--share", `${Math.round(place * 100)}%`);
+    button.className = alarms.length ? "named" : "";
+    theme.paint(button, place);
   }
   showHead();
 }
 
 /** One statistic of the chosen head over time. @param {string} name @param {(number | null)[]} values */
 function chart(name, values) {
-  const svg = document.createElementNS(SVG, "svg");
-  svg.setAttribute("viewBox", `-2 -2 ${CHART.width + 4} ${CHART.height + 4}`);
-  svg.setAttribute("role", "img");
-  svg.setAttribute("aria-label", `${name} over time`);
-  const line = document.createElementNS(SVG, "path");
-  line.setAttribute("d", linePath(steps, values, scaleOf(name), CHART));
-  const cursor = document.createElementNS(SVG, "path");
-  cursor.setAttribute("class", "cursor");
   const x = stepShare(steps, slider.valueAsNumber) * CHART.width;
-  cursor.setAttribute("d", `M${x.toFixed(1)} 0V${CHART.height}`);
-  svg.append(cursor, line);
-  return svg;
+  return figure(
+    `${name} over time`,
+    `-2 -2 ${CHART.width + 4} ${CHART.height + 4}`,
+    svg("path", { class: "cursor", d: `M${x.toFixed(1)} 0V${CHART.height}` }),
+    svg("path", { d: linePath(steps, values, scaleOf(name), CHART) }),
+  );
 }
 
 /** The lines and numbers of the chosen head. */
@@ -247,14 +245,27 @@ const names = Object.keys(data.statistics);
 select.append(...names.map((name) => h("option", { value: name }, name)));
 const alarmSteps = [...new Set(data.alarms.map(({ step }) => nearestStep(steps, step)))];
 root.replaceChildren(
-  h("h1", {}, data.title),
-  h("p", { class: "soft" }, data.summary),
-  h("p", {}, h("label", { for: "statistic" }, "Colour by "), select),
-  h("p", { class: "time" }, play, h("label", { for: "step" }, stepName), slider),
+  pageHeader(theme, "training log", data.title),
+  h("p", { class: "hw-lead soft", text: data.summary }),
   h("datalist", { id: "alarm-steps" }, ...alarmSteps.map((value) => h("option", { value }))),
-  grids,
-  detail,
-  h("h2", {}, "Alarms"),
-  alarmList(),
+  h(
+    "div",
+    { class: "hw-report" },
+    h(
+      "div",
+      {},
+      h("label", { for: "statistic" }, "Colour by "),
+      select,
+      h("div", { class: "time" }, play, h("label", { for: "step" }, stepName), slider),
+      grids,
+    ),
+    h(
+      "aside",
+      { class: "hw-side" },
+      meaning,
+      detail,
+      h("div", { class: "hw-card" }, h("h2", {}, "Alarms"), alarmList()),
+    ),
+  ),
 );
 drawGrids();

@@ -69,7 +69,10 @@ const DIVERGING = {
   ],
 };
 
-/** For several heads at once: distinct in lightness as well as in hue. */
+const GOLDEN_ANGLE = 137.508; // degrees
+
+/** For several heads at once: distinct in lightness as well as in hue.
+ * @type {Record<"light" | "dark", [number, number, number][]>} */
 const CATEGORIES = {
   light: [
     [0.5, 0.15, 255],
@@ -148,10 +151,13 @@ export function pick(colours, share) {
   return [colours[at], colours[at + 1], colours[at + 2]];
 }
 
-/** @param {number} number @param {"light" | "dark"} theme @returns {Rgb} */
+/** The colour of one thing among several: chosen for the first eight, then hues a golden angle apart.
+ * @param {number} number @param {"light" | "dark"} theme @returns {Rgb} */
 export function category(number, theme) {
-  const [l, c, h] = CATEGORIES[theme][number % CATEGORIES[theme].length];
-  return oklch(l, c, h);
+  const chosen = CATEGORIES[theme];
+  if (number < chosen.length) return oklch(...chosen[number]);
+  const lightness = (theme === "dark" ? 0.68 : 0.42) + 0.07 * (number % 3);
+  return oklch(lightness, 0.12, (number * GOLDEN_ANGLE) % 360);
 }
 
 /** @param {Rgb} rgb @param {number} [alpha] */
@@ -168,5 +174,5 @@ export function luminance(rgb) {
 /** Black or white text for a background: whichever has more contrast. @param {Rgb} rgb */
 export function inkOn(rgb) {
   const light = luminance(rgb);
-  return (light + 0.05) / 0.05 > 1.05 / (light + 0.05) ? "#10131a" : "#ffffff";
+  return (light + 0.05) / 0.05 > 1.05 / (light + 0.05) ? "#000000" : "#ffffff";
 }

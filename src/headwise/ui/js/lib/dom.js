@@ -1,6 +1,10 @@
 // Small tools for building the page. Text is only ever set as text: a token may be "<img onerror=...>".
+import { splitChange } from "./changes.js";
 import { arrowStep, consume } from "./keys.js";
+import { placeBeside } from "./placement.js";
 import { visible } from "./text.js";
+
+/** @import { Box } from "./placement.js" */
 
 /**
  * @typedef {object} KnownProps
@@ -11,7 +15,6 @@ import { visible } from "./text.js";
  * @property {Record<string, string | number>} [style]
  *
  * @typedef {KnownProps & Record<string, any>} Props everything else is an attribute
- * @typedef {{ clientX: number, clientY: number }} Point
  * @typedef {string | string[] | Node} Note a line of a tooltip; an array is a name and its value
  */
 
@@ -49,6 +52,16 @@ export function tokenElement(token, props = {}) {
   });
 }
 
+/** A text, with the part marked in which it differs from another. @param {string} text @param {string} other
+ * @returns {(string | Node)[]} */
+export function changedText(text, other) {
+  const [before, changed, after] = splitChange(text, other).map((part) => {
+    const inner = part.trim();
+    return inner && visible(inner, 160);
+  });
+  return [before, before && changed ? " " : "", changed ? h("mark", { text: changed }) : "", after ? " " : "", after];
+}
+
 /** Rebuild part of the page and give the focus back to the control that had it.
  * @param {HTMLElement} root @param {() => void} change */
 export function keepFocus(root, change) {
@@ -82,8 +95,8 @@ export class Tooltip {
     root.append(this.el);
   }
 
-  /** @param {Point} at @param {Note[]} notes */
-  show(at, notes) {
+  /** Explain a part of the page. @param {Box} box where it is @param {Note[]} notes @param {"right" | "left"} [side] */
+  show(box, notes, side = "right") {
     this.el.replaceChildren(
       ...notes.map((note) => {
         if (note instanceof Node) return note;
@@ -92,16 +105,11 @@ export class Tooltip {
       }),
     );
     this.el.hidden = false;
-    this.move(at);
-  }
-
-  /** @param {Point} at */
-  move(at) {
-    const { width, height } = this.el.getBoundingClientRect();
-    const x = Math.min(at.clientX + 14, window.innerWidth - width - 8);
-    const below = at.clientY + 18 + height < window.innerHeight;
-    this.el.style.left = `${Math.max(4, x)}px`;
-    this.el.style.top = `${Math.max(4, below ? at.clientY + 18 : at.clientY - height - 10)}px`;
+    this.el.style.left = "0"; // at the border of the window it would be measured narrower
+    const { clientWidth: width, clientHeight: height } = document.documentElement;
+    const { x, y } = placeBeside(box, this.el.getBoundingClientRect(), { width, height }, side);
+    this.el.style.left = `${x}px`;
+    this.el.style.top = `${y}px`;
   }
 
   hide() {

@@ -1,8 +1,9 @@
 // The grid of heads: one row per layer, one cell per head.
-import { category, css, inkOn, pick, ramp } from "./colour.js";
+import { css, inkOn, pick, ramp } from "./colour.js";
 import { h } from "./dom.js";
 import { picture } from "./heatmap.js";
 import { arrowStep, consume } from "./keys.js";
+import { headColours, weightShare } from "./matrix.js";
 import { patchWeights } from "./patches.js";
 import { byHead, headValues, layersByKind } from "./scores.js";
 import { format } from "./text.js";
@@ -171,26 +172,27 @@ function gridCell(app, run, at, options, name, first) {
     class: classes.filter(Boolean).join(" "),
     "aria-label": `${label}${off ? ", switched off" : ""}`,
     data: { key: `head:${at.join(".")}`, head: run.label(at) },
-    style: colour && !thumbnails ? { "background-color": css(colour), color: inkOn(colour) } : {},
+    style: colour && !thumbnails && !off ? { "background-color": css(colour), color: inkOn(colour) } : {},
     on: {
       click: (event) => choose(at, event),
-      pointerenter: (event) => app.tooltip.show(event, notes ? notes(at) : headNotes(app, run, at)),
-      pointermove: (event) => app.tooltip.move(event),
+      pointerenter: () => app.tooltip.show(cell.getBoundingClientRect(), notes ? notes(at) : headNotes(app, run, at)),
       pointerleave: () => app.tooltip.hide(),
     },
   });
   const title = role || name;
   if (thumbnails) cell.append(thumbnail(app, run, at));
   else if (!small) cell.append(...(title ? [h("small", { text: title })] : []), h("span", { text }));
-  if (place >= 0 && chosen.length > 1) cell.style.setProperty("--hw-ring", css(category(place, app.theme)));
+  if (place >= 0 && chosen.length > 1) cell.style.setProperty("--hw-ring", css(headColours(app, run, chosen)[place]));
   return cell;
 }
 
 /** The matrix of a head; on an image, its weights to the patches. @param {App} app @param {Run} run @param {Head} at */
 function thumbnail(app, run, at) {
-  const small = patchWeights(run, at, app.state.token) ?? run.thumbnail(at);
+  const patches = patchWeights(run, at, app.state.token);
+  const { rows, columns, values, top } = patches ?? run.thumbnail(at);
+  const share = patches ? (/** @type {number} */ weight) => weight / (top || 1) : weightShare(run);
   const colours = ramp(app.state.palette, app.theme);
-  return picture(small.rows, small.columns, (n) => pick(colours, small.values[n] / (small.top || 1)));
+  return picture(rows, columns, (n) => pick(colours, share(values[n], top)));
 }
 
 /** Arrow keys move the focus over the grid. @param {HTMLElement} box @param {KeyboardEvent} event */

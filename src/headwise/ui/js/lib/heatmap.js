@@ -6,6 +6,7 @@ import { visible } from "./text.js";
 
 /** @import { App } from "../app.js" */
 /** @import { Rgb } from "./colour.js" */
+/** @import { Box } from "./placement.js" */
 
 /**
  * @typedef {object} Source what a heat map shows
@@ -21,10 +22,10 @@ import { visible } from "./text.js";
  * @typedef {{ image: HTMLCanvasElement, cell: number }} Picture one pixel per square of cell x cell tokens
  * @typedef {[Rgb, number]} Cell its colour and its weight
  * @typedef {[number, number]} Position row and column
- * @typedef {{ first: number, last: number, left: number, right: number }} Box the rows and columns in sight
+ * @typedef {{ first: number, last: number, left: number, right: number }} Range the rows and columns in sight
  *
  * @typedef {object} Handlers
- * @property {(at: Position | null, event: PointerEvent | null) => void} [hover]
+ * @property {(at: Position | null, box: Box) => void} [hover]
  * @property {(at: Position) => void} [click]
  * @property {(at: Position) => string} [say] the text for a screen reader
  */
@@ -198,7 +199,7 @@ export class Heatmap {
   }
 
   /** Draw exact cells over the reduced picture, and numbers.
-   * @param {CanvasRenderingContext2D} pen @param {Source} source @param {Box} box @param {boolean} paint */
+   * @param {CanvasRenderingContext2D} pen @param {Source} source @param {Range} box @param {boolean} paint */
   _cells(pen, source, box, paint) {
     const { left, top } = this.space;
     const { x, y, size } = this.view;
@@ -224,7 +225,7 @@ export class Heatmap {
     }
   }
 
-  /** @param {CanvasRenderingContext2D} pen @param {Box} box @param {string} ground */
+  /** @param {CanvasRenderingContext2D} pen @param {Range} box @param {string} ground */
   _grid(pen, box, ground) {
     const { left, top } = this.space;
     const { x, y, size } = this.view;
@@ -242,7 +243,7 @@ export class Heatmap {
     pen.stroke();
   }
 
-  /** @param {CanvasRenderingContext2D} pen @param {Source} source @param {Box} box @param {App["colours"]} theme */
+  /** @param {CanvasRenderingContext2D} pen @param {Source} source @param {Range} box @param {App["colours"]} theme */
   _names(pen, source, box, theme) {
     const { left, top, width, height } = this.space;
     const { x, y, size } = this.view;
@@ -335,27 +336,36 @@ export class Heatmap {
           return;
         }
       }
-      this._hover(this._cell(event), event);
+      this._hover(this._cell(event));
     });
     canvas.addEventListener("pointerup", (/** @type {PointerEvent} */ event) => {
       const cell = drag && !drag.moved ? this._cell(event) : null;
       drag = null;
       if (cell) this.on.click?.(cell);
     });
-    canvas.addEventListener("pointerleave", () => this._hover(null, null));
+    canvas.addEventListener("pointerleave", () => this._hover(null));
     canvas.addEventListener("dblclick", (/** @type {MouseEvent} */ event) =>
       this.zoom(2, event.offsetX, event.offsetY),
     );
     canvas.addEventListener("keydown", (/** @type {KeyboardEvent} */ event) => this._key(event));
   }
 
-  /** @param {Position | null} cell @param {PointerEvent | null} event */
-  _hover(cell, event) {
+  /** Where a cell is in the window. @param {Position} position @returns {Box} */
+  cellBox([i, j]) {
+    const canvas = this.canvas.getBoundingClientRect();
+    const { left, top } = this.space;
+    const { x, y, size } = this.view;
+    const corner = { left: canvas.left + left + (j - x) * size, top: canvas.top + top + (i - y) * size };
+    return { ...corner, right: corner.left + size, bottom: corner.top + size };
+  }
+
+  /** @param {Position | null} cell */
+  _hover(cell) {
     if (cell?.[0] !== this.at?.[0] || cell?.[1] !== this.at?.[1]) {
       this.at = cell;
       this.draw();
     }
-    this.on.hover?.(cell, event);
+    this.on.hover?.(cell, cell ? this.cellBox(cell) : this.canvas.getBoundingClientRect());
   }
 
   /** @param {KeyboardEvent} event */

@@ -1,11 +1,12 @@
 // Two columns of tokens and a curve for each weight between them: as thick and as dark as the weight.
-import { category, css } from "./colour.js";
+import { css } from "./colour.js";
 import { h, keepFocus, reveal, scaleCanvas, tokenElement } from "./dom.js";
 import { consume } from "./keys.js";
-import { comparableHeads } from "./matrix.js";
+import { comparableHeads, headColours } from "./matrix.js";
 import { weightText } from "./text.js";
 
 /** @import { App } from "../app.js" */
+/** @import { Rgb } from "./colour.js" */
 /** @import { Head, Run, Side, Unit } from "./run.js" */
 
 const ROW = 25; // pixels per token
@@ -70,7 +71,9 @@ export class LinkDiagram {
     const start = long ? Math.max(0, Math.min(centre, names.from.length - WINDOW)) : 0;
     const first = { from: start, to: long ? Math.max(0, Math.min(start, names.to.length - WINDOW)) : 0 };
     const delimiters = { from: run.delimiters(row, "from", unit), to: run.delimiters(row, "to", unit) };
-    const shown = { run, heads: comparableHeads(run, heads), options, names, delimiters, first };
+    const layer = heads.every(([other]) => other === row); // then in the order of their numbers
+    const sorted = layer ? [...heads].sort(([, a], [, b]) => a - b) : heads;
+    const shown = { run, heads: comparableHeads(run, sorted), options, names, delimiters, first };
     this.shown = { ...shown, lines: strongestLines(shown) };
     this._updatePager(long, start, () => this.show(run, heads, options));
     this._updateTokens("from", this.shown);
@@ -135,6 +138,9 @@ export class LinkDiagram {
           },
         },
         tokenElement(name),
+        side === "to" &&
+          heads.length > 1 &&
+          h("span", { class: "bars", "aria-hidden": "true", style: { "--hw-count": heads.length } }),
       );
     };
     this.columns[side].replaceChildren(...names[side].slice(first[side], first[side] + WINDOW).map(token));
@@ -164,7 +170,10 @@ export class LinkDiagram {
       return [`${prefix}${other}`, weightText(run.weight(heads[head], options.unit, i, j))];
     });
     const title = `${name(side, token)} ${queries ? "looks at" : "is looked at by"}`;
-    if (event) this.app.tooltip.show(event, [title, ...(notes.length ? notes : [`nothing by more than ${FAINT}`])]);
+    const box = /** @type {HTMLElement | null} */ (event?.currentTarget)?.getBoundingClientRect();
+    const outside = queries ? "left" : "right"; // away from the links
+    const listed = notes.length ? notes : [`nothing with more than ${FAINT}`];
+    if (box) this.app.tooltip.show(box, [title, ...listed], outside);
     else this.app.say(`${title} ${notes.map((pair) => pair.join(" ")).join(", ")}`);
   }
 
@@ -178,7 +187,7 @@ export class LinkDiagram {
   }
 
   /** @param {Shown} shown */
-  _draw({ heads, lines, names, first, options: { pinned } }) {
+  _draw({ run, heads, lines, names, first, options: { pinned } }) {
     const width = /** @type {HTMLElement} */ (this.canvas.parentElement).clientWidth;
     const height = Math.min(WINDOW, Math.max(names.from.length, names.to.length)) * ROW;
     const pen = scaleCanvas(this.canvas, width, height);
@@ -188,19 +197,27 @@ export class LinkDiagram {
     /** @type {Focus | null} */
     const pin = pinned === null ? null : { side: "from", token: pinned };
     const focus = this.hover ?? pin;
-    /** @type {Record<Side, Map<number, number>>} */
+    const colours = headColours(this.app, run, heads);
+    const spread = Math.min(3.5, (ROW - 7) / heads.length); // the same link in several heads: side by side
+    /** @type {Record<Side, Map<number, Float32Array>>} */
     const strength = { from: new Map(), to: new Map() };
+    /** @param {Side} side @param {number} token @param {number} head @param {number} weight */
+    const raise = (side, token, head, weight) => {
+      const weights = strength[side].get(token) ?? new Float32Array(heads.length);
+      weights[head] = Math.max(weight, weights[head]);
+      strength[side].set(token, weights);
+    };
     for (const { head, i, j, weight } of lines) {
       const on = !focus || (focus.side === "from" ? i : j) === focus.token;
       if (on) {
-        strength.from.set(i, Math.max(weight, strength.from.get(i) ?? 0));
-        strength.to.set(j, Math.max(weight, strength.to.get(j) ?? 0));
+        raise("from", i, head, weight);
+        raise("to", j, head, weight);
       }
-      const aside = single ? 0 : (head - (heads.length - 1) / 2) * 3.5; // the same link in two heads: side by side
+      const aside = (head - (heads.length - 1) / 2) * spread;
       const y = (i - first.from + 0.5) * ROW + aside;
       const z = (j - first.to + 0.5) * ROW + aside;
       if (z < -ROW * 8 || z > height + ROW * 8) continue;
-      const rgb = single ? this.app.colours.link : category(head, this.app.theme);
+      const rgb = single ? this.app.colours.link : colours[head];
       pen.strokeStyle = css(rgb, on ? 0.1 + 0.88 * weight : focus ? 0.035 : 0.1 * weight);
       pen.lineWidth = on ? 0.7 + 5 * weight : 0.8;
       pen.beginPath();
@@ -208,24 +225,36 @@ export class LinkDiagram {
       pen.bezierCurveTo(width * 0.45, y, width * 0.55, z, width - 2, z);
       pen.stroke();
     }
-    this._shade("from", strength.from, focus);
-    this._shade("to", strength.to, focus);
+    this._shade("from", strength.from, focus, colours);
+    this._shade("to", strength.to, focus, colours);
   }
 
   /** Darken the tokens that take part, fade the others.
-   * @param {Side} side @param {Map<number, number>} strength @param {Focus | null} focus */
-  _shade(side, strength, focus) {
+   * @param {Side} side @param {Map<number, Float32Array>} strength the largest weight of each head
+   * @param {Focus | null} focus @param {Rgb[]} colours of the heads */
+  _shade(side, strength, focus, colours) {
     for (const child of this.columns[side].children) {
       const el = /** @type {HTMLElement} */ (child);
       const token = Number(el.dataset.token);
       const own = focus !== null && focus.side === side && focus.token === token;
       const other = focus !== null && !own;
-      const share = strength.get(token) ?? 0;
-      el.style.setProperty("--hw-share", other ? String(Math.min(1, share)) : "0");
+      const weights = strength.get(token);
+      const share = weights?.reduce((most, weight) => Math.max(most, weight), 0) ?? 0;
+      const bars = /** @type {HTMLElement | null} */ (el.querySelector(".bars"));
+      if (bars)
+        bars.style.backgroundImage = other && focus.side !== side && weights ? stripes(colours, weights) : "none";
+      el.style.setProperty("--hw-share", other && colours.length === 1 ? String(Math.min(1, share)) : "0");
       el.classList.toggle("pale", other && share < 0.05);
       el.classList.toggle("focus", own);
     }
   }
+}
+
+/** A stripe per head, as opaque as its weight. @param {Rgb[]} colours @param {Float32Array} weights */
+function stripes(colours, weights) {
+  const width = 100 / colours.length;
+  const parts = colours.map((rgb, n) => `${css(rgb, weights[n])} ${n * width}% ${(n + 1) * width}%`);
+  return `linear-gradient(to right, ${parts.join(", ")})`;
 }
 
 /** The links in the window, the strongest last so that they are drawn on top.

@@ -2,10 +2,13 @@
 import { category, oklch, pick, ramp } from "./colour.js";
 import { picture } from "./heatmap.js";
 import { plural } from "./text.js";
+
 /** @import { App } from "../app.js" */
 /** @import { Rgb } from "./colour.js" */
 /** @import { Source } from "./heatmap.js" */
 /** @import { Head, Matrix, Run, Unit } from "./run.js" */
+
+const LONG = 64; // tokens from which on a matrix has no numbers in its cells
 
 /** One row of weights as far as the page knows it, zeros elsewhere.
  * @param {Run} run @param {Head} at @param {Unit} unit @param {number} i @returns {Float32Array} */
@@ -43,7 +46,8 @@ export function matrixSource(app, run, heads, unit) {
   const to = run.names(row, "to", unit);
   const matrices = shown.map((at) => shownMatrix(run, at, unit, app.state.reduce));
   const tops = shown.map((at, n) => (run.long ? run.reduced(at, "max").top : matrices[n].top));
-  const tint = headTints(app, shown.length);
+  const tint = headTints(app, run, shown);
+  const share = weightShare(run);
   const [{ rows, columns, cell }] = matrices;
   const names = shown.map((at) => `head ${run.label(at)}`).join(", ");
   const size = `${plural(from.length, "row")} of tokens that look, ${plural(to.length, "column")} of tokens looked at`;
@@ -55,7 +59,7 @@ export function matrixSource(app, run, heads, unit) {
     label: `weights of ${names}: ${size}; arrow keys read single weights`,
     picture: () => ({
       cell,
-      image: picture(rows, columns, (n) => tint(matrices.map(({ values, top }) => values[n] / (top || 1)))),
+      image: picture(rows, columns, (n) => tint(matrices.map(({ values, top }) => share(values[n], top)))),
     }),
     prepare: (first, last) => shown.every((at) => !run.long || run.prepare(at, first, last)),
     exact: (i) => {
@@ -63,7 +67,7 @@ export function matrixSource(app, run, heads, unit) {
       return (j) => {
         const weights = known.map((weight) => weight(j));
         if (weights.every((weight) => weight === null)) return null;
-        const colour = tint(weights.map((weight, n) => (weight ?? 0) / (tops[n] || 1)));
+        const colour = tint(weights.map((weight, n) => share(weight ?? 0, tops[n])));
         return [colour, Math.max(...weights.map((weight) => weight ?? 0))];
       };
     },
@@ -80,20 +84,41 @@ function knownWeights(run, at, matrix, i) {
   return (j) => links.get(j) ?? null;
 }
 
+/** Whether colours follow the square root of the weights: in a long text one weight of 1, such as that of the first
+ * token on itself, would leave all others pale. @param {Run} run */
+export function hasRootScale(run) {
+  return run.texts.some(({ pieces }) => pieces.length > LONG);
+}
+
+/** The place of a weight on the colour scale, 0 to 1, by the largest weight.
+ * @param {Run} run @returns {(weight: number, top: number) => number} */
+export function weightShare(run) {
+  return hasRootScale(run) ? (weight, top) => Math.sqrt(weight / (top || 1)) : (weight, top) => weight / (top || 1);
+}
+
+/** The colours of several heads: by their numbers if they are of one layer, so that a head keeps its colour.
+ * @param {App} app @param {Run} run @param {Head[]} heads @returns {Rgb[]} */
+export function headColours(app, run, heads) {
+  const [[first]] = heads;
+  const layer = heads.every(([row]) => row === first) && run.layers[first].heads > 1;
+  return heads.map(([, head], place) => category(layer ? head : place, app.theme));
+}
+
 /** Shares of several heads to one colour: from a palette for one head, mixed categories for more.
- * @param {App} app @param {number} count @returns {(shares: number[]) => Rgb} */
-export function headTints(app, count) {
+ * @param {App} app @param {Run} run @param {Head[]} chosen @returns {(shares: number[]) => Rgb} */
+export function headTints(app, run, chosen) {
   const colours = ramp(app.state.palette, app.theme);
-  if (count === 1) return ([share]) => pick(colours, share);
+  if (chosen.length === 1) return ([share]) => pick(colours, share);
   const ground = app.theme === "dark" ? oklch(0.225, 0.02, 270) : oklch(0.985, 0.012, 100);
-  const heads = Array.from({ length: count }, (_, n) => category(n, app.theme));
+  const heads = headColours(app, run, chosen);
   return (shares) => {
-    const sum = shares.reduce((a, b) => a + b, 0);
+    const parts = shares.map((share) => share ** 3); // the strongest head prevails: the mean of many would be grey
+    const sum = parts.reduce((a, b) => a + b, 0);
     const strength = Math.min(1, Math.max(...shares));
     if (!sum) return ground;
     /** @param {number} channel */
     const mix = (channel) => {
-      const mean = heads.reduce((total, rgb, n) => total + (rgb[channel] * shares[n]) / sum, 0);
+      const mean = heads.reduce((total, rgb, n) => total + (rgb[channel] * parts[n]) / sum, 0);
       return Math.round(ground[channel] + (mean - ground[channel]) * strength);
     };
     return [mix(0), mix(1), mix(2)];

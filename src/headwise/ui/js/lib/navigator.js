@@ -1,9 +1,11 @@
 // The small map beside a view, to move from head to head.
-import { category, css, pick } from "./colour.js";
+import { css, pick } from "./colour.js";
 import { h, reveal } from "./dom.js";
 import { grid } from "./grid.js";
 import { arrowStep, consume } from "./keys.js";
+import { headColours } from "./matrix.js";
 import { colourScale, headValues, orderedHeads } from "./scores.js";
+import { MOST_HEADS } from "./state.js";
 import { format, plural } from "./text.js";
 /** @import { App } from "../app.js" */
 /** @import { Head, Run } from "./run.js" */
@@ -85,13 +87,15 @@ function layerSlider(app, run) {
 /** The chosen heads by name, with their colours. @param {App} app @param {Run} run @param {Head[]} [heads] */
 export function chosenHeads(app, run, heads = app.state.heads) {
   const several = heads.length > 1;
+  if (several && heads.every(([row]) => row === heads[0][0])) return layerHeads(app, run, heads);
+  const colours = headColours(app, run, heads);
   /** @param {Head} at @param {number} n */
   const name = (at, n) => {
     const { index, heads: count, dim } = run.layers[at[0]];
     const off = run.off.has(at.join("."));
     return h(
       "span",
-      { class: "hw-name", style: several ? { "--hw-dot": css(category(n, app.theme)) } : {} },
+      { class: "hw-name", style: several ? { "--hw-dot": css(colours[n]) } : {} },
       h("b", { class: several ? "dot" : "", text: `head ${run.label(at)}` }),
       h("span", { class: "soft", text: several ? "" : `layer ${index}, ${plural(count, "head")} of ${dim}` }),
       app.live &&
@@ -114,4 +118,49 @@ export function chosenHeads(app, run, heads = app.state.heads) {
     );
   };
   return h("div", { class: "hw-chosen" }, ...heads.map(name));
+}
+
+/** All heads of one layer as switches, each in its colour. @param {App} app @param {Run} run @param {Head[]} chosen */
+function layerHeads(app, run, chosen) {
+  const [[row]] = chosen;
+  const { index, heads: count } = run.layers[row];
+  const all = Array.from({ length: count }, (_, head) => /** @type {Head} */ ([row, head]));
+  const colours = headColours(app, run, all);
+  /** @param {Head} at */
+  const shown = ([, head]) => chosen.some(([, other]) => other === head);
+  /** @param {Head} at @param {number} n */
+  const chip = (at, n) => {
+    const heads = all.filter((other) => shown(other) !== (other === at));
+    return h("button", {
+      type: "button",
+      class: "hw-chip dot",
+      style: { "--hw-dot": css(colours[n]) },
+      text: run.label(at),
+      "aria-pressed": shown(at),
+      data: { key: `overlay:${at.join(".")}` },
+      on: { click: () => app.set({ heads: heads.length ? heads : [at] }) },
+    });
+  };
+  return h(
+    "div",
+    { class: "hw-chosen hw-overlaid", role: "group", "aria-label": `heads of layer ${index}` },
+    h("b", { text: `${plural(chosen.length, "head")} of layer ${index}` }),
+    ...all.map(chip),
+  );
+}
+
+/** A button that lays all heads of the chosen head's layer over each other, or goes back to one of them.
+ * @param {App} app @param {Run} run */
+export function overlayButton(app, run) {
+  const [at] = app.state.heads;
+  const { index, heads } = run.layers[at[0]];
+  if (heads < 2 || heads > MOST_HEADS) return null;
+  return h("button", {
+    type: "button",
+    class: "hw-small",
+    text: app.overlaid ? `head ${run.label(at)} alone` : `all heads of layer ${index}`,
+    title: "key a",
+    data: { key: "overlay" },
+    on: { click: () => app.toggleOverlay() },
+  });
 }

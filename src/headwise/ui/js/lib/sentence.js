@@ -41,10 +41,12 @@ export function sentence(app, run, { unit = app.unit, heads = app.state.heads, t
  * @returns {TokenColour} */
 function tokenColours(app, run, heads, unit, token) {
   const rows = heads.map((at) => weightRow(run, at, unit, token));
-  const tops = rows.map((weights) => weights.reduce((a, b) => Math.max(a, b), 1e-9));
-  const tint = headTints(app, heads.length);
+  const top = rows
+    .flatMap((weights) => weights.reduce((a, b) => Math.max(a, b), 1e-9))
+    .reduce((a, b) => Math.max(a, b));
+  const tint = headTints(app, run, heads);
   return (n) => ({
-    rgb: tint(rows.map((weights, head) => (0.85 * weights[n]) / tops[head])),
+    rgb: tint(rows.map((weights) => (0.85 * weights[n]) / top)),
     title: rows.map((weights) => format(weights[n], 4)).join(", "),
   });
 }

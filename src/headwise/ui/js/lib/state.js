@@ -29,7 +29,7 @@ const INITIAL = {
 /** @typedef {typeof INITIAL & Record<string, any>} State with the fields of the views */
 
 export const REQUEST_FIELDS = ["text", "model", "off", "target"];
-export const MOST_HEADS = 8; // chosen at once
+export const MOST_HEADS = 64; // chosen at once
 const LONGEST = 200; // characters of a text that a link gives to a view
 const INTEGER = /^\d{1,9}$/;
 

@@ -4,6 +4,7 @@ import { category, css, inkOn, pick, ramp } from "../lib/colour.js";
 import { h, select } from "../lib/dom.js";
 import { legend } from "../lib/heatmap.js";
 import { consume } from "../lib/keys.js";
+import { pointBox } from "../lib/placement.js";
 import { registerView } from "../lib/registry.js";
 import { colourScale, headValues } from "../lib/scores.js";
 import { MOST_HEADS } from "../lib/state.js";
@@ -161,7 +162,8 @@ export class CircuitView {
   /** @param {Graph} graph */
   _graph(graph) {
     const { rows, columns, nodes, edges } = graph;
-    const column = Math.max(COLUMNS.least, Math.min(COLUMNS.most, COLUMNS.all / columns));
+    const room = Math.min(COLUMNS.all, this.app.root.clientWidth - EDGE.left - 30); // a narrow window has less
+    const column = Math.max(COLUMNS.least, Math.min(COLUMNS.most, room / columns));
     const [width, height] = [columns * column + EDGE.left, (rows.length - 1) * ROW + 2 * EDGE.top];
     const places = new Map(nodes.map((node) => [node.id, node]));
     /** @param {PlacedNode} node @returns {[number, number]} */
@@ -200,7 +202,7 @@ export class CircuitView {
       "data-from": edge.from,
       "data-to": edge.to,
     });
-    line.addEventListener("pointermove", (event) => app.tooltip.show(event, this._edgeNotes(edge)));
+    line.addEventListener("pointermove", (event) => app.tooltip.show(pointBox(event), this._edgeNotes(edge)));
     line.addEventListener("pointerleave", () => app.tooltip.hide());
     return line;
   }
@@ -272,8 +274,10 @@ export class CircuitView {
       svg("text", { x, y: y + 4, "text-anchor": "middle", fill: rgb && inkOn(rgb) }, name),
     );
     const mark = (/** @type {boolean} */ on) => this._mark(node.id, on);
-    el.addEventListener("pointerenter", () => mark(true));
-    el.addEventListener("pointermove", (event) => app.tooltip.show(event, this._nodeNotes(node)));
+    el.addEventListener("pointerenter", () => {
+      mark(true);
+      app.tooltip.show(el.getBoundingClientRect(), this._nodeNotes(node));
+    });
     el.addEventListener("pointerleave", () => {
       mark(false);
       app.tooltip.hide();

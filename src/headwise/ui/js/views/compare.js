@@ -1,15 +1,17 @@
 // Two passes beside each other, and what changed: another text, another model, or the same with some heads off.
+import { largestChange, sameShape } from "../lib/changes.js";
 import { pick, ramp } from "../lib/colour.js";
-import { h, notesText, select } from "../lib/dom.js";
+import { changedText, h, notesText, select, tokenElement } from "../lib/dom.js";
 import { grid, moveFocus } from "../lib/grid.js";
 import { Heatmap, legend, picture } from "../lib/heatmap.js";
-import { matrixSource, shownMatrix } from "../lib/matrix.js";
+import { hasRootScale, matrixSource, shownMatrix } from "../lib/matrix.js";
 import { registerView } from "../lib/registry.js";
 import { colourScale, difference, headValues, measureChoices, measures, orderedHeads } from "../lib/scores.js";
 import { unitChoice } from "../lib/sentence.js";
 import { cellText, format, visible, weightText } from "../lib/text.js";
 
 /** @import { App } from "../app.js" */
+/** @import { Change } from "../lib/changes.js" */
 /** @import { Rgb } from "../lib/colour.js" */
 /** @import { Note } from "../lib/dom.js" */
 /** @import { Position, Source } from "../lib/heatmap.js" */
@@ -18,42 +20,10 @@ import { cellText, format, visible, weightText } from "../lib/text.js";
 const PANELS = ["first", "second", "second less first"];
 const LISTED = 4; // heads that changed most
 
-/** Whether two passes have the same layers and heads. @param {Run} a @param {Run} b */
-export function sameShape(a, b) {
-  if (a.layers.length !== b.layers.length) return false;
-  return a.layers.every(({ heads, kind }, row) => heads === b.layers[row].heads && kind === b.layers[row].kind);
-}
-
-/** A text, with the part marked in which it differs from another. @param {string} text @param {string} other
- * @returns {(string | Node)[]} */
-function markChanges(text, other) {
-  const [mine, theirs] = [text, other].map((words) => words.split(/(?<=\s)/));
-  const shorter = Math.min(mine.length, theirs.length);
-  let first = 0;
-  while (first < shorter && mine[first] === theirs[first]) first++;
-  let last = 0;
-  while (last < shorter - first && mine[mine.length - 1 - last] === theirs[theirs.length - 1 - last]) last++;
-  /** @param {string[]} words */
-  const part = (words) => (words.length ? visible(words.join("").trim(), 120) : "");
-  const changed = part(mine.slice(first, mine.length - last));
-  return [
-    part(mine.slice(0, first)),
-    changed && first ? " " : "",
-    changed ? h("mark", { text: changed }) : "",
-    last ? " " : "",
-    part(mine.slice(mine.length - last)),
-  ];
-}
-
 /** The model of a pass, and the heads that are off. @param {Run} run */
 function runTitle(run) {
   const { name, off } = run.json;
   return off.length ? `${name} without ${off.map((at) => run.label(at)).join(", ")}` : name;
-}
-
-/** Whether a pass has a head. @param {Run} run @param {Head} at */
-function hasHead(run, [row, head]) {
-  return row < run.layers.length && head < run.layers[row].heads;
 }
 
 export class CompareView {
@@ -63,7 +33,7 @@ export class CompareView {
     this.heatmaps = PANELS.map(
       (_, panel) =>
         new Heatmap(app, {
-          hover: (at, event) => (at && event ? app.tooltip.show(event, this._notes(panel, at)) : app.tooltip.hide()),
+          hover: (at, box) => (at ? app.tooltip.show(box, this._notes(panel, at)) : app.tooltip.hide()),
           say: (at) => notesText(this._notes(panel, at)),
         }),
     );
@@ -71,6 +41,7 @@ export class CompareView {
       h("section", { class: "hw-panel" }, h("h3", { text: PANELS[panel] }), heatmap.el),
     );
     this.form = h("div", {});
+    this.lead = h("div", { class: "hw-findings" });
     this.maps = h("div", {});
     this.head = h("div", {});
     this.matrices = h("div", { class: "hw-three" }, ...this.panels);
@@ -80,6 +51,7 @@ export class CompareView {
       "div",
       { class: "hw-compare", on: { keydown: (event) => moveFocus(this.el, event) } },
       this.form,
+      this.lead,
       this.maps,
       this.head,
       this.matrices,
@@ -96,10 +68,59 @@ export class CompareView {
     const { bar, runs } = this.app;
     const [a, b] = runs;
     this.form.replaceChildren(bar ? bar.other() : "");
-    for (const part of [this.maps, this.head, this.matrices, this.message]) part.hidden = !b;
+    this.form.hidden = !bar;
+    for (const part of [this.lead, this.maps, this.head, this.matrices, this.message]) part.hidden = !b;
     if (!b) return;
+    this.lead.replaceChildren(...(sameShape(a, b) ? this._findings(a, b) : this._follows(a, b)));
     this._updateMaps(a, b);
     this._updateMatrices(a, b);
+  }
+
+  /** The chosen head of a pass: heads of models of different shape are chosen apart. @param {number} n @returns {Head} */
+  _at(n) {
+    const [a, b] = this.app.runs;
+    const [first] = this.app.state.heads;
+    if (n === 0 || sameShape(a, b)) return first;
+    return b.parse(this.app.state.head2) ?? b.json.follow?.head ?? [0, 0];
+  }
+
+  /** What changed most in the chosen head, and in any. @param {Run} a @param {Run} b */
+  _findings(a, b) {
+    const { app, unit } = this;
+    const own = largestChange(a, b, unit, this._at(0));
+    const most = largestChange(a, b, unit);
+    if (!own || !most) return [];
+    const same = String(own.at) === String(most.at);
+    const findings = [
+      h("p", { class: "hw-lead first" }, ...changeWords(a, own), same ? ", more than in any other head." : "."),
+    ];
+    if (!same) {
+      const choose = () => app.set({ heads: [most.at] });
+      findings.push(
+        h(
+          "p",
+          { class: "soft" },
+          "The largest change of all: ",
+          ...changeWords(a, most),
+          ". ",
+          h("button", {
+            type: "button",
+            class: "hw-small",
+            text: "see it",
+            data: { key: "most" },
+            on: { click: choose },
+          }),
+        ),
+      );
+    }
+    return findings;
+  }
+
+  /** What is worth following in each of two models whose heads have no counterpart. @param {Run} a @param {Run} b */
+  _follows(a, b) {
+    const text =
+      "Their layers and heads differ, so that heads are chosen in each model apart and cannot be subtracted.";
+    return [...[a, b].flatMap((run) => followWords(run)), h("p", { class: "soft", text })];
   }
 
   /** @param {Run} a @param {Run} b */
@@ -115,8 +136,8 @@ export class CompareView {
         "section",
         { class: "hw-panel" },
         h("h3", { text: `${PANELS[n]}: ${runTitle(run)}` }),
-        h("p", { dir: "auto", class: "hw-said" }, ...markChanges(run.json.text, [b, a][n].json.text)),
-        this._map(run, tables[n], colour, `${PANELS[n]} by ${stat}`, tables),
+        app.live && h("p", { dir: "auto", class: "hw-said" }, ...changedText(run.json.text, [b, a][n].json.text)),
+        this._map(n, tables[n], colour, `${PANELS[n]} by ${stat}`, tables),
         legend(colours, format(low, 2), format(high, 2)),
       ),
     );
@@ -131,49 +152,46 @@ export class CompareView {
         "div",
         { class: "hw-three" },
         ...panels,
-        h("section", { class: "hw-panel" }, h("h3", { text: PANELS[2] }), ...this._difference(a, b, tables)),
+        sameShape(a, b) &&
+          h("section", { class: "hw-panel" }, h("h3", { text: PANELS[2] }), ...this._difference(a, tables)),
       ),
     );
   }
 
-  /** The map of the differences. @param {Run} a @param {Run} b @param {Table[]} tables */
-  _difference(a, b, tables) {
-    if (!sameShape(a, b)) {
-      const text = "These models have not the same layers and heads, so that their heads cannot be subtracted.";
-      return [h("p", { class: "hw-card", text })];
-    }
+  /** The map of the differences. @param {Run} a @param {Table[]} tables */
+  _difference(a, tables) {
     const changes = difference(tables[0], tables[1]);
     const most = Math.max(...changes.flat().map((x) => Math.abs(x ?? 0)), 1e-9);
     const colours = ramp("diverging", this.app.theme);
     /** @param {number} x */
     const colour = (x) => pick(colours, 0.5 + x / most / 2);
     return [
-      h("p", { class: "hw-said soft", text: mostChanged(a, changes) }),
-      this._map(a, changes, colour, `difference in ${this.app.state.stat}`, tables),
+      this.app.live && h("p", { class: "hw-said" }),
+      this._map(0, changes, colour, `difference in ${this.app.state.stat}`, tables),
       legend(colours, format(-most, 2), `+${format(most, 2)}`),
+      h("p", { class: "soft", text: mostChanged(a, changes) }),
     ];
   }
 
-  /** @param {Run} run @param {Table} table @param {(x: number) => Rgb} colour @param {string} name
+  /** @param {number} n place of the pass @param {Table} table @param {(x: number) => Rgb} colour @param {string} name
    * @param {Table[]} tables of both passes, for the tooltip */
-  _map(run, table, colour, name, [first, second]) {
+  _map(n, table, colour, name, tables) {
     const { app } = this;
+    const run = app.runs[n];
+    const apart = !sameShape(app.runs[0], app.runs[1]);
+    const values = apart ? [n] : [0, 1]; // the passes that have this head
     return grid(app, run, {
       name,
-      chosen: app.state.heads,
+      chosen: apart && n === 1 ? [this._at(1)] : app.state.heads,
       order: (row) => orderedHeads(run.layers[row], [], "model"),
-      choose: (at, event) => app.choose(at, event, "compare"),
+      choose: (at, event) => (apart && n === 1 ? app.set({ head2: run.label(at) }) : app.choose(at, event, "compare")),
       cell: ([row, head]) => {
         const x = table[row][head];
         return { colour: x === null ? null : colour(x), text: x === null ? "" : cellText(x) };
       },
       notes: (at) => {
         const [row, head] = at;
-        return [
-          `head ${run.label(at)}`,
-          ["first", format(first[row]?.[head], 4)],
-          ["second", format(second[row]?.[head], 4)],
-        ];
+        return [`head ${run.label(at)}`, ...values.map((each) => [PANELS[each], format(tables[each][row][head], 4)])];
       },
     });
   }
@@ -181,26 +199,29 @@ export class CompareView {
   /** @param {Run} a @param {Run} b */
   _updateMatrices(a, b) {
     const { app, unit } = this;
-    const [at] = app.state.heads;
-    const exists = hasHead(b, at);
-    const change = exists ? this._changeSource(a, b, at, unit) : null;
+    const heads = [this._at(0), this._at(1)];
+    const same = sameShape(a, b);
+    const change = same ? this._changeSource(a, b, heads[0], unit) : null;
     this.head.replaceChildren(
       h(
         "div",
         { class: "hw-controls hw-compare-head" },
-        h("b", { class: "hw-big", text: `head ${a.label(at)}` }),
+        h("b", { class: "hw-big", text: same ? `head ${a.label(heads[0])}` : "one head of each" }),
         !a.long && !b.long && unitChoice(app, unit),
-        h("span", { class: "soft", text: exists ? movedWeight(a, b, at, unit) : "" }),
+        h("span", { class: "soft", text: same ? movedWeight(a, b, heads[0], unit) : "" }),
       ),
     );
-    const sources = [matrixSource(app, a, [at], unit), exists ? matrixSource(app, b, [at], unit) : null, change];
-    sources.forEach((source, n) => {
+    const sources = [a, b].map((run, n) => matrixSource(app, run, [heads[n]], unit));
+    [...sources, change].forEach((source, n) => {
       this.panels[n].hidden = !source;
       if (source) this.heatmaps[n].show(source, true);
     });
-    const unequal = `The texts have not as many ${unit}, so that one matrix cannot be subtracted from the other.`;
-    const text = exists ? unequal : "The second model has no such head.";
-    this.message.replaceChildren(change ? "" : h("p", { class: "soft", text }));
+    [a, b].forEach((run, n) => {
+      const title = /** @type {HTMLElement} */ (this.panels[n].firstChild);
+      title.textContent = same ? PANELS[n] : `${PANELS[n]}: ${run.json.name}, head ${run.label(heads[n])}`;
+    });
+    const text = `The texts have not as many ${unit}, so that one matrix cannot be subtracted from the other.`;
+    this.message.replaceChildren(change || !same ? "" : h("p", { class: "soft", text }));
   }
 
   /** The second matrix minus the first, null where their sizes differ.
@@ -215,8 +236,12 @@ export class CompareView {
     const colours = ramp("diverging", this.app.theme);
     const change = Float32Array.from(x.values, (weight, n) => y.values[n] - weight);
     const most = change.reduce((top, weight) => Math.max(top, Math.abs(weight)), 1e-9);
+    const root = hasRootScale(a);
     /** @param {number} n */
-    const colour = (n) => pick(colours, 0.5 + change[n] / most / 2);
+    const colour = (n) => {
+      const share = root ? Math.sign(change[n]) * Math.sqrt(Math.abs(change[n]) / most) : change[n] / most;
+      return pick(colours, 0.5 + share / 2);
+    };
     /** @param {Side} side @returns {(n: number) => string} */
     const name = (side) => (n) => {
       const [first, second] = [a, b].map((run) => run.names(row, side, unit)[n]);
@@ -236,16 +261,13 @@ export class CompareView {
   /** The tooltip of one weight. @param {number} panel @param {Position} position @returns {Note[]} */
   _notes(panel, [i, j]) {
     const { app, unit } = this;
-    const [at] = app.state.heads;
-    const names = app.runs.map((run) =>
-      hasHead(run, at)
-        ? { from: run.names(at[0], "from", unit), to: run.names(at[0], "to", unit) }
-        : { from: [], to: [] },
-    );
-    const own = names[panel === 1 ? 1 : 0];
-    const [x, y] = app.runs.map((run, n) =>
-      i < names[n].from.length && j < names[n].to.length ? run.weight(at, unit, i, j) : null,
-    );
+    const passes = app.runs.map((run, n) => {
+      const at = this._at(n);
+      const [from, to] = [run.names(at[0], "from", unit), run.names(at[0], "to", unit)];
+      return { from, to, weight: i < from.length && j < to.length ? run.weight(at, unit, i, j) : null };
+    });
+    const own = passes[panel === 1 ? 1 : 0];
+    const [x, y] = passes.map(({ weight }) => weight);
     /** @type {Note[]} */
     const notes = [`${visible(own.from[i] ?? "", 24)} → ${visible(own.to[j] ?? "", 24)}`];
     if (panel !== 1 && x) notes.push(["first", weightText(x)]);
@@ -253,6 +275,36 @@ export class CompareView {
     if (panel === 2 && x && y && !x.atMost && !y.atMost) notes.push(["difference", format(y.value - x.value, 4)]);
     return notes;
   }
+}
+
+/** A change in words: "it → animal 0.68 → 0.28 in head 3.1". @param {Run} run @param {Change} change
+ * @returns {(string | Node)[]} */
+function changeWords(run, { at, from, to, before, after }) {
+  return [
+    tokenElement(from, { class: "hw-word" }),
+    " → ",
+    tokenElement(to, { class: "hw-word key" }),
+    ` ${format(before, 2)} → ${format(after, 2)} in head ${run.label(at)}`,
+  ];
+}
+
+/** What a model's pass has to follow, in words. @param {Run} run @returns {Node[]} */
+function followWords(run) {
+  const { follow, name } = run.json;
+  if (!follow || run.long) return [];
+  const { words } = run.texts[0];
+  const weight = run.weight(follow.head, "words", follow.word, follow.to).value;
+  return [
+    h(
+      "p",
+      { class: "hw-lead first" },
+      `${name}: `,
+      tokenElement(words[follow.word], { class: "hw-word" }),
+      " looks at ",
+      tokenElement(words[follow.to], { class: "hw-word key" }),
+      ` with weight ${format(weight, 2)} in head ${run.label(follow.head)}.`,
+    ),
+  ];
 }
 
 /** The heads that changed most. @param {Run} run @param {Table} changes */
@@ -283,4 +335,5 @@ registerView({
   order: 4,
   create: (app) => new CompareView(app),
   available: (app) => Boolean(app.runs[1] || app.live),
+  state: { head2: { initial: "" } }, // of the second model, where its heads are others
 });

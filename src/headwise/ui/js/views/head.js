@@ -3,15 +3,23 @@ import { ramp } from "../lib/colour.js";
 import { choice, h, notesText, reveal, toggle } from "../lib/dom.js";
 import { Heatmap, legend } from "../lib/heatmap.js";
 import { LinkDiagram } from "../lib/links.js";
-import { matrixSource, shownMatrix } from "../lib/matrix.js";
-import { chosenHeads, updateNavigator } from "../lib/navigator.js";
+import { hasRootScale, matrixSource, shownMatrix } from "../lib/matrix.js";
+import { chosenHeads, overlayButton, updateNavigator } from "../lib/navigator.js";
 import { registerView } from "../lib/registry.js";
 import { sentence, unitChoice } from "../lib/sentence.js";
 import { format, plural, visible, weightText } from "../lib/text.js";
+
 /** @import { App } from "../app.js" */
 /** @import { Note } from "../lib/dom.js" */
 /** @import { Position } from "../lib/heatmap.js" */
-/** @import { Head, Run } from "../lib/run.js" */
+/** @import { Head, Run, Weight } from "../lib/run.js" */
+
+const LISTED = 8; // heads in a tooltip
+
+/** Strongest first. @param {{ weight: Weight }} a @param {{ weight: Weight }} b */
+function byWeight(a, b) {
+  return b.weight.value - a.weight.value;
+}
 
 export class HeadView {
   /** @param {App} app */
@@ -19,7 +27,7 @@ export class HeadView {
     this.app = app;
     this.links = new LinkDiagram(app);
     this.heatmap = new Heatmap(app, {
-      hover: (at, event) => (at && event ? app.tooltip.show(event, this._notes(at)) : app.tooltip.hide()),
+      hover: (at, box) => (at ? app.tooltip.show(box, this._notes(at)) : app.tooltip.hide()),
       click: ([i]) => app.set({ token: app.unit === "words" ? this._queryText().of.indexOf(i) : i }),
       say: (at) => notesText(this._notes(at)),
     });
@@ -48,9 +56,11 @@ export class HeadView {
     const [row] = state.heads[0];
     const from = visible(run.names(row, "from", unit)[i], 30);
     const to = visible(run.names(row, "to", unit)[j], 30);
+    const weights = state.heads.map((at) => ({ at, weight: run.weight(at, unit, i, j) }));
+    const strongest = weights.length > LISTED ? weights.sort(byWeight).slice(0, LISTED) : weights;
     return [
       `${from} → ${to}`,
-      ...state.heads.map((at) => [`head ${run.label(at)}`, weightText(run.weight(at, unit, i, j))]),
+      ...strongest.map(({ at, weight }) => [`head ${run.label(at)}`, weightText(weight)]),
       ...(run.long ? [`tokens ${i} and ${j}`] : []),
     ];
   }
@@ -81,6 +91,7 @@ export class HeadView {
       "div",
       { class: "hw-controls" },
       chosenHeads(app, run),
+      overlayButton(app, run),
       unitChoice(app, app.unit, run.long ? fixed : {}),
       toggle("without punctuation and special tokens", bare, (value) => app.set({ bare: value })),
       run.long && choice("a square shows", reductions, reduce, (value) => app.set({ reduce: value })),
@@ -93,11 +104,12 @@ export class HeadView {
     const { heads, palette, reduce } = app.state;
     const { top } = shownMatrix(run, heads[0], app.unit, reduce);
     const mixed = "Colours mix where heads look at the same; a number is the largest of theirs.";
+    const scale = hasRootScale(run) ? "Colours follow the square root of the weight. " : "";
     this.legend.replaceChildren(
       heads.length === 1
         ? legend(ramp(palette, app.theme), "0", format(top, 2))
         : h("p", { class: "soft", text: mixed }),
-      h("p", { class: "soft", text: `${exactness(run, heads[0])} Wheel or + and − zoom, dragging pans.` }),
+      h("p", { class: "soft", text: `${scale}${exactness(run, heads[0])} Wheel or + and − zoom, dragging pans.` }),
     );
   }
 

@@ -4,13 +4,14 @@ import { choice, h, notesText } from "../lib/dom.js";
 import { legend } from "../lib/heatmap.js";
 import { arrowStep, consume } from "../lib/keys.js";
 import { comparableHeads, headTints, weightRow } from "../lib/matrix.js";
-import { chosenHeads, updateNavigator } from "../lib/navigator.js";
+import { chosenHeads, overlayButton, updateNavigator } from "../lib/navigator.js";
 import { hasImage, keyImage, patchPlace, patchToken, patchWeights, queryToken } from "../lib/patches.js";
 import { registerView } from "../lib/registry.js";
 import { format, visible, weightText } from "../lib/text.js";
 
 /** @import { App } from "../app.js" */
 /** @import { Note } from "../lib/dom.js" */
+/** @import { Box } from "../lib/placement.js" */
 /** @import { Head, ImageGrid, Matrix, Run } from "../lib/run.js" */
 
 const HEAT_OPACITY = 0.66;
@@ -95,6 +96,7 @@ export class ImageView {
         "div",
         { class: "hw-controls" },
         chosenHeads(app, run, this._heads),
+        overlayButton(app, run),
         choice("overlay", SHADES, state.shade, (shade) => app.set({ shade })),
       ),
     );
@@ -131,7 +133,7 @@ export class ImageView {
     Object.assign(this.overlay, { width: columns, height: rows });
     const pen = this.overlay.getContext("2d");
     const pixels = pen.createImageData(columns, rows);
-    const colour = this._colour(weights.length);
+    const colour = this._colour();
     for (let n = 0; n < rows * columns; n++) {
       pixels.data.set(colour(weights.map(({ values, top }) => values[n] / (top || 1))), n * 4);
     }
@@ -139,11 +141,14 @@ export class ImageView {
   }
 
   /** Red, green, blue and opacity of a patch, by its share of each head's largest weight.
-   * @param {number} count of heads @returns {(shares: number[]) => number[]} */
-  _colour(count) {
+   * @returns {(shares: number[]) => number[]} */
+  _colour() {
     const { palette, shade } = this.app.state;
     const colours = ramp(palette, "dark"); // bright is more on any ground, as on a photograph
-    const tint = count > 1 ? headTints(this.app, count) : (/** @type {number[]} */ [share]) => pick(colours, share);
+    const several = this._heads.length > 1;
+    const tint = several
+      ? headTints(this.app, this.app.run, this._heads)
+      : (/** @type {number[]} */ [share]) => pick(colours, share);
     if (shade === "none") return () => [0, 0, 0, 0];
     if (shade === "heat") return (shares) => [...tint(shares), Math.round(255 * HEAT_OPACITY)];
     return (shares) => [0, 0, 0, Math.round(255 * SHADOW_OPACITY * (1 - Math.sqrt(Math.max(...shares))))];
@@ -221,10 +226,22 @@ export class ImageView {
     return row >= 0 && column >= 0 && row < image.rows && column < image.columns ? [row, column] : null;
   }
 
+  /** Where a patch is in the window. @param {[number, number]} place @returns {Box} */
+  _patchBox([row, column]) {
+    const { rows, columns } = /** @type {ImageGrid} */ (this._image);
+    const { left, top, width, height } = this.overlay.getBoundingClientRect();
+    return {
+      left: left + (column * width) / columns,
+      right: left + ((column + 1) * width) / columns,
+      top: top + (row * height) / rows,
+      bottom: top + ((row + 1) * height) / rows,
+    };
+  }
+
   /** @param {MouseEvent} event */
   _hover(event) {
     const place = this._patchAt(event);
-    if (place) this.app.tooltip.show(event, this._notes(place));
+    if (place) this.app.tooltip.show(this._patchBox(place), this._notes(place));
     else this.app.tooltip.hide();
   }
 

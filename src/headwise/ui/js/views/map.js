@@ -3,6 +3,7 @@ import { category, css, pick } from "../lib/colour.js";
 import { choice, h, select, tokenElement } from "../lib/dom.js";
 import { grid, moveFocus } from "../lib/grid.js";
 import { legend } from "../lib/heatmap.js";
+import { hasRootScale } from "../lib/matrix.js";
 import { hasImage, queryToken } from "../lib/patches.js";
 import { registerView } from "../lib/registry.js";
 import { byHead, colourScale, headValues, measureChoices, measures, orderedHeads, rankedHeads } from "../lib/scores.js";
@@ -125,7 +126,7 @@ export class MapView {
       tokenElement(words[follow.word], { class: "hw-word" }),
       " looks at ",
       tokenElement(words[follow.to], { class: "hw-word key" }),
-      ` by ${format(weight, 2)} in head ${run.label(follow.head)}. `,
+      ` with weight ${format(weight, 2)} in head ${run.label(follow.head)}. `,
       hasImage(run) ? link("see it on the image", "image") : link("see its links", "head"),
       " ",
       link("see how it comes about", "steps"),
@@ -138,10 +139,10 @@ export class MapView {
     const { state } = app;
     /** @type {[string, string][]} */
     const paints = [
+      [THUMBNAIL, "where it looks"],
       [VALUE, Object.keys(run.json.scores).length ? "statistic or score" : "statistic"],
       [KINDS, "kind"],
       [ROLES, "role"],
-      [THUMBNAIL, "where it looks"],
     ];
     const available = paints.filter(([paint]) => paint !== ROLES || run.json.roles?.length);
     return h(
@@ -185,7 +186,7 @@ export class MapView {
       hasImage(run)
         ? `Each square is one head: the patches of the image, by its weights from ${from}.`
         : "Each square is one head: a row for each token that looks, a column for each token looked at.",
-      `${more} is more, by the head's own largest weight.`,
+      `${more} is more, by the head's own largest weight${hasRootScale(run) ? " and the square root" : ""}.`,
     ];
     return h("div", { class: "hw-card" }, h("h3", { text: "where it looks" }), h("p", { text: text.join(" ") }));
   }
@@ -268,6 +269,6 @@ registerView({
   create: (app) => new MapView(app),
   state: {
     order: { initial: "model", allowed: ORDERS.map(([order]) => order) },
-    paint: { initial: VALUE, allowed: [VALUE, KINDS, ROLES, THUMBNAIL] },
+    paint: { initial: THUMBNAIL, allowed: [VALUE, KINDS, ROLES, THUMBNAIL] },
   },
 });

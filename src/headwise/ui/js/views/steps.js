@@ -3,6 +3,7 @@ import { attention } from "../lib/attention.js";
 import { css, pick, ramp } from "../lib/colour.js";
 import { h, select, tokenElement } from "../lib/dom.js";
 import { chosenHeads, updateNavigator } from "../lib/navigator.js";
+import { sliceBox } from "../lib/placement.js";
 import { registerView } from "../lib/registry.js";
 import { sentence } from "../lib/sentence.js";
 import { format, plural, visible } from "../lib/text.js";
@@ -68,7 +69,7 @@ export class StepsView {
         tokenElement(from[i], { class: "hw-word" }),
         " comes to look at ",
         tokenElement(to[j], { class: "hw-word key" }),
-        ` by ${format(result.weights[j], 3)}, and what it takes from there`,
+        ` with weight ${format(result.weights[j], 3)}, and what it takes from there`,
       ),
       h(
         "div",
@@ -205,7 +206,8 @@ export class StepsView {
     });
     canvas.addEventListener("pointermove", (/** @type {PointerEvent} */ event) => {
       const n = Math.min(numbers.length - 1, Math.floor((event.offsetX / canvas.clientWidth) * numbers.length));
-      app.tooltip.show(event, [label, [`entry ${n}`, format(numbers[n], 4)]]);
+      const box = sliceBox(canvas, n / numbers.length, (n + 1) / numbers.length);
+      app.tooltip.show(box, [label, [`entry ${n}`, format(numbers[n], 4)]]);
     });
     canvas.addEventListener("pointerleave", () => app.tooltip.hide());
     return h(
@@ -255,7 +257,7 @@ export class StepsView {
           Object.assign(mark.style, { left: `${(100 * n) / count}%`, width: `${100 / count}%` });
           mark.hidden = false;
         }
-        app.tooltip.show(event, notes(n));
+        app.tooltip.show(sliceBox(canvas, n / count, (n + 1) / count), notes(n));
       };
       canvas.addEventListener("pointermove", point);
       canvas.addEventListener("pointerleave", () => {
@@ -435,10 +437,12 @@ export class StepsView {
     const top = Math.max(...order.flatMap((n) => Array.from(value(n), Math.abs)), 1e-9);
     const covered = order.reduce((sum, n) => sum + result.weights[n], 0);
     /** @param {number} n */
-    const line = (n) =>
-      h(
+    const line = (n) => {
+      const strip = this.strip(value(n), `v of ${visible(to[n], 20)}`, { top });
+      strip.style.opacity = String(0.35 + 0.65 * Math.sqrt(result.weights[n] / result.weights[order[0]]));
+      return h(
         "div",
-        { class: "hw-line", style: { opacity: 0.35 + 0.65 * Math.sqrt(result.weights[n] / result.weights[order[0]]) } },
+        { class: "hw-line" },
         h(
           "span",
           { class: "name" },
@@ -446,9 +450,10 @@ export class StepsView {
           " v of ",
           tokenElement(to[n]),
         ),
-        this.strip(value(n), `v of ${visible(to[n], 20)}`, { top }),
+        strip,
         h("b", { text: "" }),
       );
+    };
     return this._card(
       4,
       "Weighted sum of values",
@@ -582,7 +587,7 @@ export class StepsView {
           data: { key: `norm:${other}`, norm: format(norm, 3) },
           on: {
             click: () => app.set({ heads: [[row, other]] }),
-            pointermove: (event) => app.tooltip.show(event, notes),
+            pointerenter: (event) => app.tooltip.show(event.currentTarget.getBoundingClientRect(), notes),
             pointerleave: () => app.tooltip.hide(),
           },
         },
