@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, ConsoleMessage, Page, Request, sync_playwright
 
 SITE = Path(__file__).parents[1] / "build" / "site"
 WORD = "induction"  # the search has to find it
@@ -33,7 +33,7 @@ PROBLEMS = """() => [
     .map((frame) => `frame without a title: ${frame.src}`),
   ...[...document.querySelectorAll('h1')].slice(1).map((heading) => `a second h1: ${heading.textContent}`),
   ...(document.documentElement.lang ? [] : ['no language']),
-  ...(document.documentElement.scrollWidth <= innerWidth + 1 ? [] : [`wider than the window: ${document.documentElement.scrollWidth}`]),
+  ...(document.documentElement.scrollWidth <= innerWidth + 1 ? [] : ['wider than the window']),
 ]"""
 
 
@@ -61,10 +61,22 @@ def check_pages(browser: Browser, base: str, pages: list[str], width: int) -> li
     def report(words: str) -> None:
         problems.append(f"{current}: {words}")
 
-    tab.on("console", lambda message: report(f"console: {message.text}") if message.type in ("error", "warning") else None)
+    def report_message(message: ConsoleMessage) -> None:
+        if message.type in ("error", "warning"):
+            report(f"console: {message.text}")
+
+    def report_failure(request: Request) -> None:
+        if "ERR_ABORTED" not in (request.failure or ""):  # such as a frame that had not loaded when the page was left
+            report(f"not loaded: {request.url}")
+
+    def report_foreign(request: Request) -> None:
+        if not request.url.startswith((base, "data:", "blob:", "about:")):
+            report(f"from elsewhere: {request.url}")
+
+    tab.on("console", report_message)
     tab.on("pageerror", lambda error: report(f"error: {error}"))
-    tab.on("requestfailed", lambda request: report(f"not loaded: {request.url}") if "ERR_ABORTED" not in (request.failure or "") else None)
-    tab.on("request", lambda request: None if request.url.startswith((base, "data:", "blob:")) else report(f"from elsewhere: {request.url}"))
+    tab.on("requestfailed", report_failure)
+    tab.on("request", report_foreign)
     for current in pages:
         tab.goto(f"{base}/{current}", wait_until="load")
         problems += [f"{current} at {width}: {problem}" for problem in tab.evaluate(PROBLEMS)]
@@ -113,7 +125,7 @@ def take_pictures(browser: Browser, base: str, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for scheme in ("light", "dark"):
         for size, width in WIDTHS.items():
-            tab = browser.new_page(viewport={"width": width, "height": 1000}, color_scheme=scheme)  # type: ignore[arg-type]
+            tab = browser.new_page(viewport={"width": width, "height": 1000}, color_scheme=scheme)
             for page in PICTURES:
                 tab.goto(f"{base}/{page}", wait_until="networkidle")
                 name = page.removesuffix(".html").replace("/", "-")
@@ -139,7 +151,8 @@ def main(folder: Path | None = None) -> None:
         if folder is not None:
             take_pictures(browser, address, folder)
         browser.close()
-    sys.stdout.write("".join(f"{problem}\n" for problem in problems) + f"{len(pages)} pages, {len(problems)} problems\n")
+    lines = [*problems, f"{len(pages)} pages, {len(problems)} problems"]
+    sys.stdout.write("".join(f"{line}\n" for line in lines))
     sys.exit(1 if problems else 0)
 
 

@@ -29,7 +29,7 @@ GROUPS = {
 }
 OTHERS = "Other names"  # a public name of a module that no group has
 INTRODUCTION = "Generated from the docstrings. `import headwise` gives every name that has no longer path."
-WIDTH = 88  # columns of the command line's help
+WIDTH = 80  # columns of the command line's help
 
 
 def api_pages() -> dict[str, str]:
@@ -94,7 +94,10 @@ def _summary(module: ModuleType) -> str:
 
 def command_page() -> str:
     """Every command with the text that --help prints."""
-    parts = ["# Command line", "Generated from `headwise COMMAND --help`. Results go to stdout, everything else to stderr."]
+    parts = [
+        "# Command line",
+        "Generated from `headwise COMMAND --help`. Results go to stdout, everything else to stderr.",
+    ]
     for path, text in command_helps():
         parts.append(f"## {path}\n\n```text\n{text}\n```")
     return "\n\n".join(parts) + "\n"

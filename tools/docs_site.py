@@ -47,7 +47,8 @@ NAVIGATION: dict[str, tuple[str, ...]] = {
     ),
     "Lab": ("lab/README.md", "lab/claim*.md"),
     "Atlases": ("atlas.md", "relations.md", "examples.md"),
-    "Reference": ("attention.md", "models.md", f"{API}/*.md", COMMANDS, "file_formats.md"),
+    "Reference": ("attention.md", "models.md", COMMANDS, "file_formats.md"),
+    "API": (f"{API}/*.md",),
     "About": (
         "benchmarks.md", "benchmarks/README.md", "benchmarks/pruning.md", "limits.md", "exactness.md", "versions.md",
         "changelog.md", "contributing.md", "releasing.md", "security.md", "conduct.md",
@@ -57,7 +58,10 @@ NAVIGATION: dict[str, tuple[str, ...]] = {
 FENCE = re.compile(r"^(```|~~~)")
 LINK = re.compile(r"(!?\[(?:[^\[\]]|\[[^\[\]]*\])*\]\()([^()\s#]+)((?:#[^()\s]*)?\))")
 MARKER = re.compile(r"^<!-- [\w-]+:(begin|end) -->$")
-LIVE_PAGE = re.compile(r"^<!-- live: (?P<page>[^\s#]+)(?P<state>\S*) \| (?P<title>.+) -->\n!\[[^\]]*\]\([^)]*\)$", re.MULTILINE)
+# a live page, and the picture that code hosts show in its place
+LIVE_PAGE = re.compile(
+    r"^<!-- live: (?P<page>[^\s#]+)(?P<state>\S*) \| (?P<title>.+) -->(?:\n!\[[^\]]*\]\([^)]*\))?$", re.MULTILINE
+)
 ITEM = re.compile(r"^([-*]|\d+\.) ")
 
 
@@ -142,7 +146,7 @@ def stage_page(text: str, path: str, files: set[str]) -> str:
 
 
 def separate_blocks(lines: list[str]) -> list[str]:
-    """What code hosts read and Python-Markdown does not: lists in paragraphs, nested lists of two spaces, no blank line."""
+    """Put in what Python-Markdown needs and code hosts do not: blank lines before lists and tables, wider indents."""
     changed: list[str] = []
     in_list = False
     for line in lines:
@@ -190,7 +194,10 @@ def stage(live: bool = True) -> None:
 
 def navigation(folder: Path) -> list[dict[str, list[str]]]:
     """The sections of the site with their pages; every page of the folder is in one of them."""
-    sections = {title: [page for pattern in patterns for page in _matches(folder, pattern)] for title, patterns in NAVIGATION.items()}
+    sections = {
+        title: [page for pattern in patterns for page in _matches(folder, pattern)]
+        for title, patterns in NAVIGATION.items()
+    }
     listed = {page for pages in sections.values() for page in pages}
     every = sorted(page.relative_to(folder).as_posix() for page in folder.rglob("*.md"))
     sections[HOW_TO] += [page for page in every if page not in listed]
