@@ -6,8 +6,8 @@ PIP := $(BIN)/python -m pip install --quiet -c constraints.txt
 STAMP := $(VENV)/.setup
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo examples pictures guide data atlases relations stories grouping lab lab-pages tools test test-full interop matrix \
-        campaign sanitize neon bench lint lint-js format wheels wheels-check compat clean
+.PHONY: help setup demo docs docs-check models examples pictures guide data atlases relations stories grouping lab lab-pages tools test \
+        test-full interop matrix campaign sanitize neon bench lint lint-js spelling format wheels wheels-check compat clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*## ' Makefile | awk -F ':.*## ' '{printf "make %-10s %s\n", $$1, $$2}'
@@ -25,6 +25,15 @@ $(STAMP): pyproject.toml constraints.txt hatch_build.py $(wildcard src/headwise/
 
 demo: setup  ## what the heads of a real model do with a sentence
 	$(BIN)/headwise inspect
+
+docs: setup  ## build the documentation site into build/site
+	$(BIN)/python tools/docs_site.py
+
+docs-check: setup tools  ## open every page of the built site in Chromium, and check it
+	$(BIN)/python tools/docs_check.py
+
+models: setup  ## write docs/models.md again: what can be watched, masked, pruned
+	$(BIN)/python tools/model_table.py
 
 examples: setup  ## measure docs/examples.md again
 	$(BIN)/python tools/examples_page.py
@@ -144,8 +153,13 @@ lint: setup  ## check style and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	@$(MAKE) --no-print-directory spelling
 	@if command -v npm >/dev/null; then $(MAKE) --no-print-directory lint-js; \
 	else echo "npm is missing: the JavaScript was not checked" >&2; fi
+
+spelling: setup  ## check the spelling of prose and comments (words of our own: tools/vocabulary.txt) and the style of prose
+	$(BIN)/codespell $(shell git ls-files '*.md' '*.py' '*.c' '*.h' '*.js' '*.css' '*.yml' '*.toml' 2>/dev/null)
+	$(BIN)/python tools/prose_style.py $(shell git ls-files '*.md' 2>/dev/null)
 
 NODE_MODULES := node_modules/.package-lock.json
 $(NODE_MODULES): package.json package-lock.json

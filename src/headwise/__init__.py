@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # Loaded when first asked for (PEP 562), so that `import headwise` and the command line start without torch.
 _LOCATIONS = {

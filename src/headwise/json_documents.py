@@ -58,6 +58,13 @@ def brief(value: Any) -> str:
     return text if len(text) <= MAX_VALUE_LENGTH else text[:MAX_VALUE_LENGTH] + "..."
 
 
+def other_format(number: Any, known: int) -> str:
+    """What is wrong with the format number of a file, where `known` is read: "format 2 is newer than ..."."""
+    is_newer = isinstance(number, int) and not isinstance(number, bool) and number > known
+    newer = "is newer than this headwise, which" if is_newer else "is none; this headwise"
+    return f"format {brief(number)} {newer} reads {known}"
+
+
 def in_words(error: Exception) -> str:
     """The message of an error on one line, cut to LONGEST characters."""
     message = f"{brief(error.args[0])} is missing" if isinstance(error, KeyError) and error.args else str(error)

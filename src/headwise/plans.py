@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from .errors import CheckpointError, HeadwiseError
 from .files import write_atomically
-from .json_documents import anything, brief, count, items, load_document, mapping, string
+from .json_documents import anything, brief, count, items, load_document, mapping, other_format, string
 
 BUDGETS = ("heads", "parameters", "cache", "latency")
 VERSION = STREAM_VERSION = 1
@@ -343,7 +343,7 @@ def _check_version(document: Any, name: str, version: int, noun: str) -> None:
     if not isinstance(document, Mapping) or name not in document:
         raise CheckpointError(f"this is not a {noun} that headwise wrote: it has no {name!r}")
     if document[name] != version:
-        raise CheckpointError(f"this {noun} is of version {brief(document[name])}; {version} is known")
+        raise CheckpointError(f"this {noun}'s {other_format(document[name], version)}")
 
 
 def _read_layers(

@@ -185,7 +185,7 @@ def test_a_composition_is_saved_and_loaded(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"headwise_composition": 9}, "is of version 9; 1 is known"),
+        ({"headwise_composition": 9}, "format 9 is newer than this headwise, which reads 1"),
         ({"heads": 3}, "heads must be a list, got 3"),
         ({"model": None}, "model must be a text, got None"),
         ({"scores": {}}, "scores.query must be a list, got None"),

@@ -293,7 +293,7 @@ def test_a_plan_saves_loads_compares_and_can_be_edited_by_hand(tmp_path: Path) -
         headwise.prune_heads(build("bert"), plan)
     for change, message in [
         ({"layers": [{"kind": "self"}]}, "not a plan that headwise wrote"),
-        ({"headwise_plan": 2}, "of version 2"),
+        ({"headwise_plan": 2}, "format 2 is newer than this headwise"),
     ]:
         (tmp_path / "plan.json").write_text(json.dumps(document | change))
         with pytest.raises(HeadwiseError, match=message):
@@ -327,7 +327,7 @@ def test_a_plan_saves_loads_compares_and_can_be_edited_by_hand(tmp_path: Path) -
         ({"budget": "euro"}, "budget must be one of heads, parameters, cache, latency, got 'euro'"),
         ({"notes": [1]}, r"notes\[0\] must be a text, got 1"),
         ({"score": None}, "score must be a text, got None"),
-        ({"headwise_plan": "x" * 500}, "of version 'x+...; 1 is known"),
+        ({"headwise_plan": "x" * 500}, "format 'x+... is none; this headwise reads 1"),
     ],
 )
 def test_a_tampered_plan_file_is_refused_in_one_line(change: dict[str, Any], message: str, tmp_path: Path) -> None:

@@ -227,7 +227,8 @@ def test_a_record_of_another_model_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "model" / "headwise.json"
     record = json.loads(file.read_text())
     for change, words in [
-        ({"headwise": 7}, "not one that this version wrote"),
+        ({"headwise": 7}, "its format 7 is newer than this headwise, which reads 1"),
+        ({"layers": None}, "has no layers"),
         ({"layers": {"elsewhere": next(iter(record["layers"].values()))}}, "speaks of 'elsewhere'"),
         ({"layers": {key: {**x, "query_of": 9} for key, x in record["layers"].items()}}, "not the same model"),
         (

@@ -152,7 +152,7 @@ def test_heads_without_layers_are_refused() -> None:
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        ({"headwise_stream_plan": 2}, "version 2; 1 is known"),
+        ({"headwise_stream_plan": 2}, "format 2 is newer than this headwise, which reads 1"),
         ({"window": 0}, "1 or more"),
         ({"keep_first": None}, "whole number"),
         ({"layers": []}, "layers is empty"),

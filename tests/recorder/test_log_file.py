@@ -204,7 +204,10 @@ def entry_text(**changes: object) -> bytes:
         (b"{}\n", "its first line is not the header of a training log"),
         (b"[1]\n", "the header must be an object"),
         (b"\xff\xfe\n", "line 1 is damaged"),
-        (encode_line({**log_header().to_json(), "version": 2}), "it has format version 2, this headwise reads 1"),
+        (
+            encode_line({**log_header().to_json(), "version": 2}),
+            "its format 2 is newer than this headwise",
+        ),
         (encode_line({**log_header().to_json(), "layers": [{}]}), "'heads' is missing"),
         (encode_line(log_header().to_json()) + b'{"step": 1\n' + entry_text(), "line 2 is damaged"),
         (encode_line(log_header().to_json()) + entry_text(step=-1), "line 2 is damaged: step must be a whole number"),

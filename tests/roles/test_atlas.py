@@ -79,7 +79,7 @@ def test_a_loaded_atlas_equals_the_saved_one(atlas: headwise.Atlas, tmp_path: Pa
         ("{}", "this is no atlas"),
         ("[1]", "this is no atlas"),
         ("{", "is no atlas: it is not JSON"),
-        ('{"headwise": "atlas", "format": 9}', "this atlas has format 9; this version reads 1"),
+        ('{"headwise": "atlas", "format": 9}', "this atlas's format 9 is newer than this headwise, which reads 1"),
         ('{"headwise": "atlas", "format": 1, "scores": 3}', "this atlas is damaged"),
     ],
 )

@@ -30,32 +30,38 @@ class Row:
 def rows(results: dict[str, Any]) -> Iterator[Row]:
     """One row per case and peer, and one for the limit of each case."""
     for case in results["cases"]:
-        lead = (case["title"], _ms(case["seconds"]))
+        lead = (case["title"], time_in_words(case["seconds"]))
         if case["error"]:
             yield Row(case["title"], "", case["error"], "", "error", "", False)
             continue
         for peer in case["peers"]:
             yield Row(*lead, *_peer_cells(peer), peer["met"])
             lead = ("", "")
-        yield Row("", "", f"limit: {case['limit']}", _ms(case["limit_seconds"]), f"{case['of_limit']:.0%} of it", "")
+        yield Row(
+            "", "", f"limit: {case['limit']}", time_in_words(case["limit_seconds"]), f"{case['of_limit']:.0%} of it", ""
+        )
 
 
-def notes(results: dict[str, Any]) -> Iterator[tuple[str, bool | None]]:
-    """The sweep and the memory in words, their errors included, and whether a goal was met."""
+def notes(results: dict[str, Any], goals: bool = True) -> Iterator[tuple[str, bool | None]]:
+    """The sweep and the memory in words, their errors included, and whether a goal was met.
+
+    Args:
+        results: of a benchmark.
+        goals: whether the words name the goals.
+    """
     median_goal, worst_goal = SWEEP_GOALS
     for name, summary in results["sweep"]["summary"].items():
         yield (
             f"{name} over {summary['shapes']} untuned shapes, against the fastest sdpa call for each: median ratio "
-            f"{_ratio(summary['median'])}, worst {_ratio(summary['worst'])} ({summary['worst_shape']})",
+            f"{ratio_in_words(summary['median'])}, worst {ratio_in_words(summary['worst'])} ({summary['worst_shape']})",
             summary["median"] >= median_goal and summary["worst"] >= worst_goal if name == "head_stats" else None,
         )
     for shape in results["sweep"]["shapes"]:
         if shape["error"]:
             yield f"{shape['title']}: {shape['error']}", False
     for item in results["memory"]:
-        result = (
-            item["error"] or f"{item['peak'] / 1e6:,.0f} MB above the inputs (goal: under {item['goal'] / 1e6:,.0f} MB)"
-        )
+        goal = f" (goal: under {item['goal'] / 1e6:,.0f} MB)" if goals else ""
+        result = item["error"] or f"{item['peak'] / 1e6:,.0f} MB above the inputs{goal}"
         yield f"memory of {item['title']}: {result}", item["met"]
 
 
@@ -70,14 +76,16 @@ def _peer_cells(peer: dict[str, Any]) -> tuple[str, str, str, str]:
     if peer["missing"]:
         return f"{peer['name']}: {peer['missing']}", "", "", goal
     mark = {True: " ✓", False: " ✗", None: ""}[peer["met"]]
-    return peer["name"], _ms(peer["seconds"]), _ratio(peer["ratio"]), goal + mark
+    return peer["name"], time_in_words(peer["seconds"]), ratio_in_words(peer["ratio"]), goal + mark
 
 
-def _ratio(ratio: float) -> str:
+def ratio_in_words(ratio: float) -> str:
+    """Three decimals."""
     return f"{math.floor(1000 * ratio) / 1000:.3f}"  # rounded down: 0.9699 does not reach 0.97
 
 
-def _ms(seconds: float | None) -> str:
+def time_in_words(seconds: float | None) -> str:
+    """Milliseconds in three significant digits."""
     if seconds is None:
         return ""
     ms = 1e3 * seconds

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..errors import CheckpointError, HeadwiseError
 from ..files import write_atomically
-from ..json_documents import anything, brief, count, finite_or_none, items, load_document, mapping, string
+from ..json_documents import anything, count, finite_or_none, items, load_document, mapping, other_format, string
 from ..models.structure.sites import Site, require_sites
 from ..models.text_inputs import is_encoder_decoder
 from .layer_factors import LayerFactors, layer_factors
@@ -134,8 +134,7 @@ class Composition:
         if not isinstance(document, dict) or "headwise_composition" not in document:
             raise CheckpointError("this is not a composition that headwise wrote: it has no 'headwise_composition'")
         if document["headwise_composition"] != VERSION:
-            version = brief(document["headwise_composition"])
-            raise CheckpointError(f"this composition is of version {version}; {VERSION} is known")
+            raise CheckpointError(f"this composition's {other_format(document['headwise_composition'], VERSION)}")
         try:
             return _read(document)
         except ValueError as error:

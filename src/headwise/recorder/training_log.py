@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import HeadwiseError
-from ..json_documents import anything, brief, count, finite, in_words, items, mapping, parse_json, string
+from ..json_documents import anything, count, finite, in_words, items, mapping, other_format, parse_json, string
 from .alarms import Alarm, LayerKey, Values, number_or_nan
 from .statistics import STATISTICS
 
@@ -81,7 +81,7 @@ class LogHeader:
         if header.get("format") != FORMAT:
             raise ValueError("its first line is not the header of a training log")
         if header.get("version") != VERSION:
-            raise ValueError(f"it has format version {brief(header.get('version'))}, this headwise reads {VERSION}")
+            raise ValueError(f"its {other_format(header.get('version'), VERSION)}")
         layers = items(header["layers"], "layers", LoggedLayer.from_json)
         if len({layer.key for layer in layers}) < len(layers):
             raise ValueError("two of its layers have the same kind and number")

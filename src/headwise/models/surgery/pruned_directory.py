@@ -12,6 +12,7 @@ from torch import nn
 from ...attention.checkpoints.pretrained import open_safetensors, read_json
 from ...attention.validation import shown
 from ...errors import CheckpointError
+from ...json_documents import other_format
 from ..multihead import plain_class
 from ..structure.projections import projections
 from ..structure.sites import attention_sites
@@ -65,10 +66,10 @@ def read_record(folder: Path) -> dict[str, Any] | None:
         return None
     content = read_json(folder / FILE)
     layers = content.get("layers")
-    if content.get("headwise") != VERSION or not isinstance(layers, dict):
-        raise CheckpointError(
-            f"{FILE} is not one that this version wrote (headwise {content.get('headwise')!r}, known: 1)"
-        )
+    if content.get("headwise") != VERSION:
+        raise CheckpointError(f"{FILE} cannot be read: its {other_format(content.get('headwise'), VERSION)}")
+    if not isinstance(layers, dict):
+        raise CheckpointError(f"{FILE} has no layers; headwise.save did not write it")
     try:
         for name, entry in layers.items():
             layers[name] = _parse_kept_heads(entry)

@@ -21,6 +21,7 @@ from ...json_documents import (
     in_words,
     items,
     mapping,
+    other_format,
     parse_json,
     string,
 )
@@ -106,7 +107,7 @@ def from_json(data: Any) -> Atlas:
     if not isinstance(data, dict) or data.get("headwise") != "atlas":
         raise HeadwiseError("this is no atlas; headwise atlas --out DIR writes one")
     if data.get("format") != FORMAT:
-        raise HeadwiseError(f"this atlas has format {brief(data.get('format'))}; this version reads {FORMAT}")
+        raise HeadwiseError(f"this atlas's {other_format(data.get('format'), FORMAT)}")
     try:
         return _parse_atlas(data)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
