@@ -27,8 +27,8 @@ from .cached_attention import attend_cached
 from .deferred_keys import DeferredKeys
 from .generation import HeadCacheGeneration
 from .own_decoder import DecoderStreaming
-from .plan_layers import streaming_heads
-from .saved_plan import attached_plan, check_plan
+from .plan_layers import check_plan, streaming_heads
+from .saved_plan import attached_plan
 
 
 def streaming(model: nn.Module, plan: StreamPlan | None = None) -> Streaming | DecoderStreaming:

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from ...errors import HeadwiseError
 from ...plans import StreamPlan
-from ..structure.projections import layer_shapes
+from .plan_layers import check_plan
 
 FILE = "stream_plan.json"
 ATTRIBUTE = "stream_plan"  # of a model that was loaded with its plan
@@ -26,15 +26,6 @@ def attach_saved_plan(model: Model, folder: Path) -> Model:
     if (folder / FILE).exists():
         setattr(model, ATTRIBUTE, StreamPlan.load(folder / FILE))
     return model
-
-
-def check_plan(model: Any, plan: Any) -> None:
-    """Refuse what is not a plan for this model."""
-    if not isinstance(plan, StreamPlan):
-        raise HeadwiseError(f"a StreamPlan is expected, as headwise.stream_plan gives it, got {type(plan).__name__}")
-    kinds = {layer.kind for layer in plan.layers}
-    shapes = layer_shapes(model)
-    plan.check_layers([shape for shape in shapes if shape[0] in kinds] or shapes, type(model).__name__)
 
 
 def plan_to_save(model: Any, plan: StreamPlan | None) -> StreamPlan | None:
