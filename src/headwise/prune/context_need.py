@@ -161,7 +161,8 @@ def measure_batches(
                     files.save(batch, need)
             needs.append(need)
             if progress is not None:
-                progress(number + 1, total)
+                done = len(needs) * part[1]
+                progress(done if total is None else min(done, total), total)
     if not needs and part == (0, 1):
         raise HeadwiseError("there are no inputs; give at least one batch or text")
     return needs
