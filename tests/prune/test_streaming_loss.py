@@ -118,8 +118,40 @@ def test_an_interrupted_measurement_of_losses_is_resumed_exactly(tmp_path: Path)
     assert len(list(tmp_path.iterdir())) == 1
     assert headwise.context_need(model, batch, WINDOWS, loss={1: [0]}, resume=tmp_path).to_json() == first.to_json()
     assert headwise.context_need(model, batch, WINDOWS, resume=tmp_path).losses is None
-    with headwise.streaming(model, StreamPlan({0: [1]}, first.layers, 3)), pytest.raises(HeadwiseError, match="resume"):
-        headwise.context_need(model, batch, WINDOWS, resume=tmp_path)
+
+
+def test_inside_streaming_nothing_is_resumed(tmp_path: Path) -> None:
+    decoder, ids = own_decoder(), torch.randint(0, 31, (2, 29), generator=torch.Generator().manual_seed(1))
+    for model, inputs in ((build("llama"), batch_with_labels()), (decoder, ids)):
+        need = headwise.context_need(model, inputs, WINDOWS, resume=tmp_path)
+        plan = StreamPlan({0: [1]}, need.layers, 3)
+        with headwise.streaming(model, plan), pytest.raises(HeadwiseError, match="resume is for a model with full"):
+            headwise.context_need(model, inputs, WINDOWS, resume=tmp_path)
+
+
+def own_decoder() -> headwise.Decoder:
+    torch.manual_seed(0)
+    heads = headwise.Heads.split(24, 4, 2)
+    shape = headwise.Shape(layers=3, heads=heads, ffn=17, vocab=31, positions="rotary", head="own")
+    return headwise.Decoder(shape).double().eval()
+
+
+def test_headwise_decoders_have_changes_of_the_loss_and_plans_within_a_bound() -> None:
+    model, ids = own_decoder(), torch.randint(0, 31, (2, 29), generator=torch.Generator().manual_seed(1))
+    need = headwise.context_need(model, ids, WINDOWS, KEEP_FIRST, loss={1: [1]})
+
+    def losses(plan: StreamPlan) -> np.ndarray:
+        with headwise.streaming(model, plan), torch.no_grad():
+            logp = model(ids).log_softmax(-1)[:, :-1].gather(2, ids[:, 1:, None])
+        return (-logp[..., 0].mean(1)).numpy()
+
+    full = losses(StreamPlan({}, need.layers, 3))
+    np.testing.assert_allclose(need.losses, full, atol=BOUND)
+    change = losses(StreamPlan({1: [1]}, need.layers, 8, KEEP_FIRST)) - full
+    assert need.sums[1].loss is not None and abs(change).min() > 1e-4
+    np.testing.assert_allclose(need.sums[1].loss[:, 1, 1], change, atol=2 * BOUND)
+    plan = headwise.stream_plan(need, window=3, max_loss=0.5, model=model, batches=ids)
+    assert plan.streaming > 0 and losses(plan).mean() <= 1.5 * full.mean()
 
 
 def test_a_model_without_logits_has_no_loss() -> None:

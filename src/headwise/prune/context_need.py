@@ -47,8 +47,8 @@ def context_need(
 ) -> ContextNeed:
     """For every KV head and window, what is lost when its queries see only the first and the most recent keys.
 
-    Both measures are taken in the model's own pass, one per batch for all windows; what a head is given is that of the
-    model with full attention.
+    Lost weight and change are taken in the model's own pass, one per batch for all windows; what a head is given is
+    that of the model with full attention.
 
     - lost weight: the share of a query's attention weight on the keys that the window hides, from two log-sum-exps,
       1 - exp(lse_window - lse_full); the mean over all tokens and the query heads of the KV head.
@@ -56,8 +56,7 @@ def context_need(
       W_O that read head h. The change is the norm of the sum over the KV head's query heads of W_O^h (z_full -
       z_window), divided by the norm of the sum over all heads of W_O^h z_full (the layer's attention output without
       W_O's bias): a ratio of means over tokens.
-
-    - change of the loss, where asked for: the model runs once more per window and KV head, which alone streams.
+    - change of the loss, with `loss`: the model runs once more for each window and KV head, which alone streams.
 
     Every sequence counts the same, however long it is. In a batch with labels for every token, only the queries that
     predict a label count: those that give a needle's answer, and not the thousands before them.
@@ -144,7 +143,7 @@ def measure_batches(
 ) -> list[ContextNeed]:
     """The need of every batch. part: (i, n) takes every n-th batch from the i-th on."""
     total = len(inputs) if isinstance(inputs, Sequence) else None
-    if resume is not None and any(is_replaced(module) for module in model.modules()):
+    if resume is not None and _is_streaming(model):
         raise HeadwiseError("resume is for a model with full attention, and heads stream; leave one of the two out")
     files = None if resume is None else NeedFiles(resume, model, settings.to_json())
     measurement = WindowMeasurement(model, settings.windows, settings.keep_first)
@@ -166,6 +165,11 @@ def measure_batches(
     if not needs and part == (0, 1):
         raise HeadwiseError("there are no inputs; give at least one batch or text")
     return needs
+
+
+def _is_streaming(model: nn.Module) -> bool:
+    """Whether this is inside headwise.streaming, of which the model's fingerprint says nothing."""
+    return any(is_replaced(module) or getattr(module, "streams", None) is not None for module in model.modules())
 
 
 def _measure(model: nn.Module, batch: Any, measurement: WindowMeasurement) -> ContextNeed:

@@ -114,10 +114,11 @@ class _Search:
         """The largest set that fits; of several the one with the smallest loss."""
         fitting = [heads for heads, loss in self.losses.items() if self._is_within(loss)]
         heads = max(fitting, key=lambda heads: (len(heads), -self.losses[heads]))
-        loss = self.losses[heads]
+        loss, count = self.losses[heads], len(self.batches)
+        increase = loss / self.full - 1 if self.full else 0.0
         note = (
-            f"loss {loss:.4f}, {self.full:.4f} with full attention: {loss / self.full - 1:+.2%}, at most "
-            f"{self.max_loss:+.2%}; {self.passes} passes over {len(self.batches)} batches"
+            f"loss {loss:.4f}, {self.full:.4f} with full attention: {increase:+.2%}, at most {self.max_loss:+.2%}; "
+            f"{self.passes} passes over {count} {'batch' if count == 1 else 'batches'}"
         )
         return replace(self._plan(sorted(heads)), score=SCORE, notes=(note,))
 

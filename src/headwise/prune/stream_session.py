@@ -64,6 +64,11 @@ def stream_and_measure(
         progress: called with the kind of work, the steps done and the steps in all.
         command: the command line, for the report.
     """
+    if not hasattr(model, "config"):
+        raise UnsupportedError(
+            f"{type(model).__name__} is not transformers': this report is for those; headwise.context_need, "
+            "headwise.stream_plan and headwise.streaming take it"
+        )
     if not (has_logits(model) and is_causal(model)):
         raise UnsupportedError(f"{type(model).__name__} predicts no next token, so that none of its heads streams")
     make_parent(out)

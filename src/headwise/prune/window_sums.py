@@ -159,10 +159,9 @@ def _head_windows(reading: Reading, window: int | None, keep_first: int) -> dict
 
 def _streaming_heads(reading: Reading) -> np.ndarray:
     """(H,) bool: the query heads that have a window of their own."""
-    window, heads = reading.options.get("window"), reading.q.shape[1]
-    if not _is_per_head(window):
-        return np.zeros(heads, dtype=bool)
-    return np.array([left is not None for left, _ in window])
+    if not _is_per_head(reading.options.get("window")):
+        return np.zeros(reading.q.shape[1], dtype=bool)
+    return np.array([left is not None for left, _ in reading.options["window"]])
 
 
 def _blocks(reading: Reading) -> Iterator[Block]:

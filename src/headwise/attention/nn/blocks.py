@@ -16,6 +16,7 @@ from ..stats import HeadStats
 from .kv_cache import KVCache, MemoryCache
 from .module import NORMS, FactoryOptions, MultiHeadAttention
 from .positions import Alibi, Rotary, sinusoidal_at
+from .streamed_keys import StreamingHeads
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
@@ -110,6 +111,7 @@ class TransformerBlock(nn.Module):
         if window is not None:
             check_at_least(1, "window", window)
         self.pre_norm, self.window = pre_norm, None if window is None else (window - 1, 0)
+        self.streams: StreamingHeads | None = None  # set by headwise.streaming for as long as it lasts
         self.attention, self.attention_norm = new_attention(position), new_norm()
         # positions of the memory do not compare, so cross-attention has no rotary positions
         self.cross = new_attention(None) if cross else None
@@ -137,7 +139,7 @@ class TransformerBlock(nn.Module):
             raise ShapeError("a block with cross=True needs memory (B, S, d_model), and one without has no use for it")
 
         def attend_to_self(y: Tensor) -> Tensor:
-            visible: Any = {"mask": mask, "causal": causal, "window": self.window, "lengths": lengths}
+            visible: Any = {"mask": mask, "causal": causal, "lengths": lengths, **self._windows()}
             out: Tensor = self.attention(y, cache=cache, positions=positions, **visible)
             return out
 
@@ -161,9 +163,13 @@ class TransformerBlock(nn.Module):
         """Statistics of the self-attention's heads on x (B, T, d_model); options as in MultiHeadAttention.stats."""
         x = self.attention_norm(x) if self.pre_norm else x
         return self.attention.stats(
-            x, queries=queries, classes=classes, window=self.window,
-            mask=mask, causal=causal, lengths=lengths, positions=positions,
+            x, queries=queries, classes=classes, mask=mask, causal=causal, lengths=lengths, positions=positions,
+            **self._windows(),
         )  # fmt: skip
+
+    def _windows(self) -> Any:
+        """The options window and keep_first of the self-attention."""
+        return {"window": self.window} if self.streams is None else self.streams.windows(self.attention.heads.query)
 
     def _add(self, x: Tensor, norm: Any, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
         if self.pre_norm:

@@ -23,6 +23,7 @@ from ..visibility_options import check_tensor
 from . import conversion
 from .kv_cache import KVCache, MemoryCache, SlidingCache, restored_on_error, update_cache
 from .positions import Alibi, Rotary
+from .streamed_cache import StreamedCache
 
 NORMS = {"layer": nn.LayerNorm, "rms": nn.RMSNorm}
 
@@ -261,7 +262,13 @@ class MultiHeadAttention(nn.Module):
             if dropout:
                 projected.options["dropout"] = dropout
             # (B, H, Tq, d_k)
-            out = projected.attend() if observer is None else observer(self, projected, cache, _is_cross(query, key))
+            if isinstance(cache, StreamedCache):
+                _check_unobserved(need_weights or observer is not None)
+                out = cache.attend(projected)
+            elif observer is None:
+                out = projected.attend()
+            else:
+                out = observer(self, projected, cache, _is_cross(query, key))
         out = self.W_O(join_heads(out))
         return (out, projected.weights()) if need_weights else out
 
@@ -302,6 +309,7 @@ class MultiHeadAttention(nn.Module):
         """
         check_options(options, OPTIONS)
         cache = options.get("cache")
+        _check_unobserved(isinstance(cache, StreamedCache))
         with torch.no_grad(), nullcontext() if cache is None else restored_on_error(cache):
             projected = self.project(query, key, value, **options)
             return projected.stats(queries, classes, _is_cross(query, key), received)
@@ -490,6 +498,14 @@ def _check_cache(cache: KVCache, cross: bool, key: Tensor | None, layer: nn.Modu
 def _is_cross(query: Tensor, key: Tensor | None) -> bool:
     """Whether keys come from another sequence than queries."""
     return key is not None and key is not query
+
+
+def _check_unobserved(wanted: bool) -> None:
+    if wanted:
+        raise UnsupportedError(
+            "heads that stream have different numbers of keys in their cache, so there are no weights and statistics "
+            "with it; use a KVCache()"
+        )
 
 
 def _window_of(cache: KVCache, window: Window | None, keep_first: KeepFirst) -> Window | None:

@@ -22,6 +22,8 @@ from .inputs import check_integers, key_mask, mask_of_cached_keys, positions_of,
 from .kv_cache import KVCache, MemoryCache, SlidingCache, StaticCache
 from .module import FactoryOptions
 from .positions import Rotary
+from .streamed_cache import StreamedCache
+from .streamed_keys import SequenceStarts
 
 __all__ = ["Caches", "Decoder", "Encoder", "FeedForward", "Transformer", "TransformerBlock"]
 
@@ -323,9 +325,15 @@ class Decoder(_Stack):
         return hidden if self.head is None else self.head(hidden)
 
     def cache(self, max_length: int | None = None) -> Caches:
-        """Empty caches: they grow, or hold max_length tokens; layers with a window retain only what they see."""
+        """Empty caches: they grow, or hold max_length tokens; layers with a window retain only what they see.
+
+        So do heads that stream, inside `headwise.streaming`; the other heads of their layers have a cache that grows.
+        """
+        sequences = SequenceStarts()
 
         def new(block: TransformerBlock) -> KVCache:
+            if block.streams is not None:
+                return StreamedCache(block.streams, sequences)
             if block.window is not None:
                 return SlidingCache(block.window[0] + 1)
             return KVCache() if max_length is None else StaticCache(max_length)

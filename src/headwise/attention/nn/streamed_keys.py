@@ -8,8 +8,9 @@ grows. `StreamedKeys.attend` both attends and stores the new keys, since both de
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,20 +23,94 @@ Index = slice | Tensor  # heads: a slice where they are next to each other
 LEAST_ROOM = 64  # tokens for which a growing allocation has room beyond those that it holds, at least
 
 
+@dataclass(frozen=True)
+class StreamingHeads:
+    """Which KV heads of a layer stream, and what they see."""
+
+    kv_heads: int
+    streaming: frozenset[int]  # KV heads
+    window: int  # the most recent keys, the query's own among them
+    keep_first: int  # the first keys of the sequence
+
+    def windows(self, heads: int) -> dict[str, Any]:
+        """attend's options window and keep_first for so many query heads; they do not hide later keys."""
+        streams = self.of_queries(heads)
+        return {
+            "window": tuple((self.window - 1, None) if here else (None, None) for here in streams),
+            "keep_first": tuple(self.keep_first if here else 0 for here in streams),
+        }
+
+    def of_queries(self, heads: int) -> list[bool]:
+        """Which of so many query heads read a KV head that streams."""
+        return [head // (heads // self.kv_heads) in self.streaming for head in range(heads)]
+
+
+class PaddingBounds(NamedTuple):
+    """Where the tokens of every row of a batch begin and end."""
+
+    starts: Tensor  # (B,)
+    ends: Tensor  # (B,)
+    whole: bool  # whether every key in between is a token
+
+
+def padding_bounds(shown: Tensor) -> PaddingBounds:
+    """The bounds of the tokens (B, Tk) bool; a row without any begins and ends at 0."""
+    starts = shown.long().argmax(1)
+    ends = starts + shown.sum(1)
+    key = torch.arange(shown.shape[1], device=shown.device)
+    between = (key >= starts[:, None]) & (key < ends[:, None])
+    return PaddingBounds(starts, ends, bool((between == shown).all()))
+
+
+def left_padding(shown: Tensor) -> Tensor:
+    """(B,): how many keys before the first token of each row are padding, where nothing else is (B, Tk) bool."""
+    bounds, keys = padding_bounds(shown), shown.shape[1]
+    if not bounds.whole or bool(((bounds.ends > 0) & (bounds.ends < keys)).any()):
+        raise UnsupportedError(
+            "a cache of heads that stream takes padding before the first token of a sequence alone, and the mask hides "
+            "later tokens; pad on the left"
+        )
+    return torch.where(bounds.ends > 0, bounds.starts, keys)  # a row of nothing but padding has not begun
+
+
 class SequenceStarts:
-    """Where the sequences of a batch begin, behind their left padding: one value for all layers of a model."""
+    """Where the sequences in a cache begin, behind their left padding: one value for all layers of a model."""
 
     def __init__(self) -> None:
         self.starts: Tensor | None = None  # (B,); None: all at 0
         self.lowest = self.highest = 0
+        self._checked: tuple[Any, int] | None = None  # mask and tokens of the newest call whose mask was read
         self._steps: tuple[Any, tuple[Tensor, Tensor]] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_steps": None}
+        return {**vars(self), "_checked": None, "_steps": None}
+
+    def agree(self, mask: Any, cached: int, starts: Callable[[], Tensor | None]) -> None:
+        """Take the starts of a call into an empty cache; refuse other ones later.
+
+        All layers of a pass have one mask, which is read once.
+        """
+        if self._checked is not None and self._checked[0] is mask and self._checked[1] == cached:
+            return
+        new = starts()
+        if cached and not self._equals(new, cached):
+            raise UnsupportedError(
+                "the mask hides other tokens than it hid before; the padding of the sequences in a cache of heads that "
+                "stream stays the same, and tokens in between cannot be hidden"
+            )
+        if not cached or self.highest == cached:  # some rows had not begun before
+            self.set(new)
+        self._checked = mask, cached
+
+    def _equals(self, new: Tensor | None, cached: int) -> bool:
+        """Whether these are the same starts, up to rows that have not begun before."""
+        if new is None or self.starts is None:
+            return (new is None or not bool(new.any())) and self.starts is None
+        return bool(torch.equal(new.clamp(max=cached), self.starts))
 
     def set(self, starts: Tensor | None) -> None:
         """Other starts (B,), None for 0."""
-        self._steps = None
+        self._steps = self._checked = None
         self.starts = starts if starts is not None and bool(starts.any()) else None
         bounds = (0, 0) if self.starts is None else self.starts.aminmax()
         self.lowest, self.highest = (int(x) for x in bounds)
@@ -210,20 +285,13 @@ class RingKeys:
 
 
 class StreamedKeys:
-    """The cached keys and values of one layer, some of whose KV heads stream.
+    """The cached keys and values of one layer, some of whose KV heads stream."""
 
-    Args:
-        kv_heads: of the layer.
-        streaming: those that stream.
-        window: the most recent keys that they see, the query's own among them.
-        keep_first: the first keys of each sequence, which they see too.
-    """
-
-    def __init__(self, kv_heads: int, streaming: Sequence[int], window: int, keep_first: int) -> None:
-        self.kv_heads, self.streaming = kv_heads, sorted(streaming)
-        self.whole = [head for head in range(kv_heads) if head not in self.streaming]
+    def __init__(self, heads: StreamingHeads) -> None:
+        self.heads, self.kv_heads, self.streaming = heads, heads.kv_heads, sorted(heads.streaming)
+        self.whole = [head for head in range(self.kv_heads) if head not in heads.streaming]
         self.record_past = False  # whether new keys stay beside the ring until `crop`, so that it can undo them
-        self.full, self.ring = GrowingKeys(), RingKeys(window, keep_first)
+        self.full, self.ring = GrowingKeys(), RingKeys(heads.window, heads.keep_first)
         self._tail: tuple[Tensor, Tensor] | None = None  # of streaming heads: keys and values that are not in the ring
 
     @property
@@ -258,8 +326,8 @@ class StreamedKeys:
         """
         self._check(q, k, v)
         if not self.length:
-            window = self._windows(q.shape[1])
-            out = attend(q, k, v, causal=True, starts=sequences.starts, sinks=sinks, **window, **options)
+            windows = self.heads.windows(q.shape[1])
+            out = attend(q, k, v, causal=True, starts=sequences.starts, sinks=sinks, **windows, **options)
             if self.whole:
                 self.full.append(self._part(k, self.whole), self._part(v, self.whole))
             if self.streaming:
@@ -330,15 +398,6 @@ class StreamedKeys:
         else:
             self._tail = None
             self.ring.add(k, v, sequences)
-
-    def _windows(self, heads: int) -> dict[str, Any]:
-        """attend's options for all heads together."""
-        group, ring = heads // self.kv_heads, self.ring
-        streams = [head // group in self.streaming for head in range(heads)]
-        return {
-            "window": tuple((ring.window - 1, 0) if here else (None, 0) for here in streams),
-            "keep_first": tuple(ring.keep_first if here else 0 for here in streams),
-        }
 
     def _part(self, x: Tensor, heads: list[int]) -> Tensor:
         return x if len(heads) == self.kv_heads else x[:, _index(heads)]

@@ -2,7 +2,7 @@
 
 `context` puts our attention in place of a model's own while some of its heads stream. `head_cache` is the cache for it:
 it hands `deferred_keys` to the model, which `cached_attention` reads, where the mask tells the `padding`. `generation`
-gives the cache to `generate`.
+gives the cache to `generate`. `own_decoder` is for headwise's own Decoder.
 """
 
 from __future__ import annotations

@@ -35,4 +35,4 @@ def attend_cached(call: ModelCall, recipe: MaskRecipe | None) -> tuple[Tensor, N
     sequences.agree(call.mask, cached.length, lambda: sequence_starts(call, recipe, cached.length))
     options: dict[str, Any] = {"scale": call.options.get("scaling"), "softcap": call.options.get("softcap")}
     sinks = call.options.get("s_aux")
-    return cached.attend(call.query, keys.new, values.new, sequences, sinks=sinks, **options), None
+    return cached.attend(call.query, keys.added, values.added, sequences, sinks=sinks, **options), None

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ...attention.nn.stack import Decoder
 from ...errors import HeadwiseError, UnsupportedError
 from ...plans import StreamPlan
 from ..hooks import Hooks, check_values
@@ -18,7 +19,6 @@ from ..text_inputs import is_encoder_decoder
 from ..watching import registry
 from ..watching.call_reader import ModelCall, Reading, read
 from ..watching.eager import EagerReading
-from ..watching.head_windows import HeadWindows
 from ..watching.lazy_masks import MaskRecipe
 from ..watching.packing import is_paged
 from ..watching.registry import Replacement, newest_recipe, pass_masks, recipe_of
@@ -27,10 +27,11 @@ from ..watching.trust import agrees
 from .cached_attention import attend_cached
 from .deferred_keys import DeferredKeys
 from .generation import HeadCacheGeneration
-from .windows import layer_windows
+from .own_decoder import DecoderStreaming
+from .plan_layers import streaming_heads
 
 
-def streaming(model: nn.Module, plan: StreamPlan) -> Streaming:
+def streaming(model: nn.Module, plan: StreamPlan) -> Streaming | DecoderStreaming:
     """Inside `with`, the KV heads of a plan stream: their query heads see only the first and the most recent keys.
 
     The first keys are the first real tokens of a sequence, also behind left padding. All other heads, and layers with a
@@ -43,7 +44,8 @@ def streaming(model: nn.Module, plan: StreamPlan) -> Streaming:
     nothing is saved. So is the cache that a call of the model itself makes.
 
     Args:
-        model: a decoder of transformers whose attention goes through its registry.
+        model: a decoder of transformers whose attention goes through its registry, or a `headwise.Decoder`, whose
+            `cache` and `generate` then keep what the heads see.
         plan: made for this model, by `headwise.stream_plan` or by hand.
 
     Returns:
@@ -60,6 +62,9 @@ def streaming(model: nn.Module, plan: StreamPlan) -> Streaming:
     if not isinstance(plan, StreamPlan):
         raise HeadwiseError(f"a StreamPlan is expected, as headwise.stream_plan gives it, got {type(plan).__name__}")
     model = inner_model(model)
+    if isinstance(model, Decoder):
+        plan.check_layers(layer_shapes(model), type(model).__name__)
+        return DecoderStreaming(model, plan)
     sites = attention_sites(model)
     check_watchable(model, sites)
     return Streaming(model, plan, _planned_sites(model, plan, sites), sites)
@@ -128,10 +133,10 @@ class Streaming:
         self._tracker.follow(modules, lambda owner: pass_masks.begin(), lambda owner, completed: pass_masks.end())
 
     def _replace(self) -> None:
-        windows = layer_windows(self.plan)
+        streams = streaming_heads(self.plan)
         registry.replace_functions(
             {
-                site.module: Replacement(self._answer, windows.get(key), self._tracker.arrive)
+                site.module: Replacement(self._answer, streams.get(key), self._tracker.arrive)
                 for key, site in self._planned.items()
             }
         )
@@ -160,12 +165,11 @@ class Streaming:
         packed = recipe is not None and recipe.sequence_numbers is not None
         if is_paged(call) or packed or call.options.get("cu_seq_lens_q") is not None:
             raise UnsupportedError(f"{name} attends to packed sequences; heads stream with one sequence per row")
-        windows = call.windows
-        if windows is None:
+        if call.streams is None:
             return
-        if call.key.shape[1] != windows.kv_heads:
+        if call.key.shape[1] != call.streams.kv_heads:
             raise UnsupportedError(
-                f"{name} attends with {call.key.shape[1]} KV heads, and the plan has {windows.kv_heads}"
+                f"{name} attends with {call.key.shape[1]} KV heads, and the plan has {call.streams.kv_heads}"
             )
         hides_nothing = recipe.band() == (None, None) if recipe is not None else call.mask is None and not call.causal
         if hides_nothing and call.query.shape[2] > 1:
@@ -175,13 +179,11 @@ class Streaming:
         self, call: ModelCall, key: DeferredKeys, eager: Function, recipe: MaskRecipe | None
     ) -> None:
         """Refuse a HeadCache of another plan, and attention that is not plain."""
-        windows, cached = call.windows, key.cached
-        if windows != HeadWindows(
-            cached.kv_heads, frozenset(cached.streaming), cached.ring.window, cached.ring.keep_first
-        ):
+        cached = key.cached
+        if call.streams != cached.heads:
             raise HeadwiseError("this HeadCache was made for another plan than that by which the model streams")
         if not cached.length and isinstance(call.value, DeferredKeys):
-            self._check_reading(call._replace(key=key.new, value=call.value.new), eager, recipe, None)
+            self._check_reading(call._replace(key=key.added, value=call.value.added), eager, recipe, None)
 
     def _check_reading(
         self, call: ModelCall, eager: Function, recipe: MaskRecipe | None, similar: MaskRecipe | None
@@ -189,7 +191,7 @@ class Streaming:
         """Refuse a module whose attention, without windows, is not what the model's own code computes."""
         if call.module in self._checked:
             return
-        plain = call._replace(windows=None)
+        plain = call._replace(streams=None)
         reading = read(plain, recipe, similar, cross=False)
         own = EagerReading(plain, eager, reading.options["offset"], reading.comparable, recipe)
         real = self._tracker.real_tokens(call.module, call.query.shape[0], call.query.shape[2], call.key.shape[2])

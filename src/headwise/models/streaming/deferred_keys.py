@@ -18,19 +18,19 @@ class DeferredKeys(Tensor):
     that there is no such tensor. Whatever computes on it gets an error in words.
     """
 
-    new: Tensor  # (B, Hkv, T, D)
+    added: Tensor  # (B, Hkv, T, D)
     cached: StreamedKeys
     sequences: SequenceStarts
 
     @staticmethod
-    def __new__(cls, new: Tensor, cached: StreamedKeys, sequences: SequenceStarts) -> DeferredKeys:
-        batch, heads, count, width = new.shape
+    def __new__(cls, added: Tensor, cached: StreamedKeys, sequences: SequenceStarts) -> DeferredKeys:
+        batch, heads, count, width = added.shape
         size = (batch, heads, cached.length + count, width)
-        keys: DeferredKeys = torch.Tensor._make_wrapper_subclass(cls, size, dtype=new.dtype, device=new.device)
-        keys.new, keys.cached, keys.sequences = new, cached, sequences
+        keys: DeferredKeys = torch.Tensor._make_wrapper_subclass(cls, size, dtype=added.dtype, device=added.device)
+        keys.added, keys.cached, keys.sequences = added, cached, sequences
         return keys
 
-    def __init__(self, new: Tensor, cached: StreamedKeys, sequences: SequenceStarts) -> None:
+    def __init__(self, added: Tensor, cached: StreamedKeys, sequences: SequenceStarts) -> None:
         super().__init__()
 
     def __repr__(self) -> str:  # type: ignore[override]

@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicSlidingWindowLayer
 
-from ...attention.nn.streamed_keys import GrowingKeys, StreamedKeys
+from ...attention.nn.streamed_keys import GrowingKeys, SequenceStarts, StreamedKeys, StreamingHeads
 from ...errors import CacheError, HeadwiseError, UnsupportedError
 from ...plans import StreamLayer, StreamPlan
 from .deferred_keys import DeferredKeys
-from .padded_sequences import PaddedSequences
-from .windows import layer_windows
+from .plan_layers import streaming_heads
 
 
 class HeadCache(Cache):
@@ -52,17 +51,14 @@ class HeadCache(Cache):
                 f"{len(plan.layers)} layers of {len(kinds)} kinds: {', '.join(str(x.layer) for x in plan.layers[:9])}"
             )
         self.plan = plan
-        self.sequences = PaddedSequences()
-        windows = layer_windows(plan)
-        super().__init__(layers=[self._new_layer(layer, windows.get(layer[:2])) for layer in plan.layers])
+        self.sequences = SequenceStarts()
+        streams = streaming_heads(plan)
+        super().__init__(layers=[self._new_layer(layer, streams.get(layer[:2])) for layer in plan.layers])
 
-    def _new_layer(self, layer: StreamLayer, windows: Any) -> CacheLayerMixin:
+    def _new_layer(self, layer: StreamLayer, streams: StreamingHeads | None) -> CacheLayerMixin:
         if layer.window is not None:
             return DynamicSlidingWindowLayer(layer.window)
-        if windows is None:
-            return FullLayer()
-        keys = StreamedKeys(layer.kv_heads, sorted(windows.streaming), windows.window, windows.keep_first)
-        return StreamingLayer(keys, self.sequences)
+        return FullLayer() if streams is None else StreamingLayer(streams, self.sequences)
 
     @property
     def memory_bytes(self) -> int:
@@ -103,7 +99,7 @@ class HeadCache(Cache):
     def reset(self) -> None:
         """Empty the cache, for other sequences."""
         super().reset()
-        self.sequences.forget()
+        self.sequences.set(None)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the newest tokens, -tokens_to_remove of them; refused as a whole where a layer cannot."""
@@ -175,7 +171,7 @@ class _OwnLayer(CacheLayerMixin):
         if self.cached.length:
             self.cached.change(function)
 
-    def reorder_cache(self, beam_idx: Tensor) -> None:  # type: ignore[override]
+    def reorder_cache(self, beam_idx: Tensor) -> None:
         self._change(lambda x: x.index_select(0, beam_idx.to(x.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -207,9 +203,9 @@ class FullLayer(_OwnLayer):
 class StreamingLayer(_OwnLayer):
     """A layer some of whose heads stream."""
 
-    def __init__(self, cached: StreamedKeys, sequences: PaddedSequences) -> None:
+    def __init__(self, heads: StreamingHeads, sequences: SequenceStarts) -> None:
         super().__init__()
-        self.cached: StreamedKeys = cached
+        self.cached: StreamedKeys = StreamedKeys(heads)
         self.sequences = sequences
 
     @property
@@ -235,6 +231,5 @@ class StreamingLayer(_OwnLayer):
         self.cached.crop(self.cached.length + tokens_to_remove, self.sequences)
 
     def reset(self) -> None:
-        old = self.cached
-        self.cached = StreamedKeys(old.kv_heads, old.streaming, old.ring.window, old.ring.keep_first)
+        self.cached = StreamedKeys(self.cached.heads)
         self.is_initialized = False

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ...attention.nn.streamed_keys import left_padding
 from ...errors import UnsupportedError
 from ..watching.call_reader import ModelCall, read_mask
-from ..watching.head_windows import padding_bounds
 from ..watching.lazy_masks import MaskRecipe
 
 
@@ -36,14 +36,7 @@ def sequence_starts(call: ModelCall, recipe: MaskRecipe | None, cached: int) -> 
     if shown is None:
         return None
     shown = shown[:, : call.key.shape[2]].expand(call.query.shape[0], -1)
-    bounds = padding_bounds(shown)
-    if not bounds.whole or bool((bounds.ends < shown.shape[1]).logical_and(bounds.ends > 0).any()):
-        raise UnsupportedError(
-            "a HeadCache takes padding before the first token of a sequence alone, and the mask hides later ones; pad "
-            "on the left"
-        )
-    starts = torch.where(bounds.ends > 0, bounds.starts, shown.shape[1])  # a row of nothing but padding has not begun
-    return starts.to(call.query.device)
+    return left_padding(shown).to(call.query.device)
 
 
 def _shown_by_recipe(recipe: MaskRecipe, name: str, cached: int) -> Tensor | None:

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from ...attention import functional
+from ...attention.nn.streamed_keys import StreamingHeads
 from ...attention.stats import HeadStats
 from ...errors import UnsupportedError
 from ..multihead import HIDDEN
 from ..streaming.deferred_keys import DeferredKeys
-from .head_windows import HeadWindows
+from .head_windows import restrict_options
 from .lazy_masks import LazyMask, MaskRecipe
 
 ONE_PASS = 1 << 18  # scores per head from which one pass for output and statistics is worth its other rounding
@@ -31,7 +32,7 @@ class ModelCall(NamedTuple):
     mask: Any
     options: dict[str, Any]  # dropout, scaling, is_causal, softcap, s_aux, position_bias, ...
     implementation: str
-    windows: HeadWindows | None = None  # of heads that stream
+    streams: StreamingHeads | None = None  # which heads stream
 
     @property
     def dropout(self) -> float:
@@ -218,15 +219,16 @@ def read(call: ModelCall, recipe: MaskRecipe | None, similar: MaskRecipe | None,
     }
     # without a known mask, keys may have been added before or after the queries, as by compressors
     known_positions = positions is not None or queries == keys
-    if call.windows is not None:
-        options = _with_windows(call, options, by_block)
+    if call.streams is not None:
+        options = _with_windows(call, call.streams, options, by_block)
     return Reading(q, k, v, options, not cross and known_positions, by_block)
 
 
-def _with_windows(call: ModelCall, options: dict[str, Any], by_block: MaskRecipe | None) -> dict[str, Any]:
+def _with_windows(
+    call: ModelCall, streams: StreamingHeads, options: dict[str, Any], by_block: MaskRecipe | None
+) -> dict[str, Any]:
     """attend's options with the windows of heads that stream; starts are always (B,), or absent where all are 0."""
-    assert call.windows is not None
-    options = call.windows.restrict(options, call.query.shape[1])
+    options = restrict_options(streams, options, call.query.shape[1])
     batch = call.query.shape[0]
     if by_block is not None:  # the first key that a block's mask shows need not be the first of the sequence
         padding = by_block.padding

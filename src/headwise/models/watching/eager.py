@@ -12,6 +12,7 @@ from torch import Tensor
 from ...attention.stats import HeadStats, stats_from_weights
 from ...errors import UnsupportedError
 from .call_reader import ROWS, ModelCall
+from .head_windows import visible_keys
 from .lazy_masks import LazyMask, MaskRecipe
 
 
@@ -24,7 +25,7 @@ class EagerReading:
     offset: int
     comparable: bool
     recipe: MaskRecipe | None = None  # of the mask
-    options: dict[str, Any] = field(default_factory=dict)  # attend's for the same call, where heads stream
+    window_options: dict[str, Any] = field(default_factory=dict)  # attend's for the same call, where heads stream
 
     def exact(self) -> EagerReading:
         """The same in float32: eager functions round their scores, which is too coarse in 16 bits."""
@@ -75,9 +76,11 @@ class EagerReading:
     def _mask(self, rows: slice) -> Tensor | None:
         """The mask of some rows as eager functions take it: added to the scores."""
         call, mask = self.call, self._own_mask(rows)
-        if call.windows is None:
+        if call.streams is None:
             return mask
-        visible = call.windows.visible(rows, self.keys, call.query.shape[1], self.options).to(call.query.device)
+        visible = visible_keys(call.streams, self.window_options, rows, self.keys, call.query.shape[1]).to(
+            call.query.device
+        )
         shown = torch.zeros((), dtype=call.query.dtype, device=call.query.device) if mask is None else mask
         return torch.where(visible, shown, torch.finfo(call.query.dtype).min)
 

@@ -1,70 +1,36 @@
-"""Windows of single heads: the query heads of a layer that see only the first and the most recent keys."""
+"""attend's options for a layer some of whose heads stream, and the same as a mask."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ...attention.nn.streamed_keys import StreamingHeads, padding_bounds
 from ...errors import UnsupportedError
 
 
-@dataclass(frozen=True)
-class HeadWindows:
-    """Which KV heads of a layer stream, and what they see."""
+def restrict_options(streams: StreamingHeads, options: dict[str, Any], heads: int) -> dict[str, Any]:
+    """attend's options for a layer of so many query heads, with the windows of those that stream.
 
-    kv_heads: int
-    streaming: frozenset[int]  # KV heads
-    window: int  # the most recent keys, the query's own among them
-    keep_first: int  # the first keys of the sequence
-
-    def restrict(self, options: dict[str, Any], heads: int) -> dict[str, Any]:
-        """attend's options for a layer of so many query heads, with the windows of its streaming heads.
-
-        Padding becomes `starts` and `lengths`, so that no mask is read. The first key of a sequence is the first that
-        the layer's own mask shows to any query.
-        """
-        if options["window"] is not None:
-            raise UnsupportedError("a layer with a sliding window of its own cannot stream; leave it out of the plan")
-        group = heads // self.kv_heads
-        is_streaming = [head // group in self.streaming for head in range(heads)]
-        return {
-            **options,
-            **_first_keys(options["mask"]),
-            "window": tuple((self.window - 1, None) if streams else (None, None) for streams in is_streaming),
-            "keep_first": tuple(self.keep_first if streams else 0 for streams in is_streaming),
-        }
-
-    def visible(self, rows: slice, keys: int, heads: int, options: dict[str, Any]) -> Tensor:
-        """(B or 1, H, rows, Tk) bool: what the windows show, whatever else hides; options: those of `restrict`."""
-        starts = options.get("starts")
-        start = torch.zeros(1, dtype=torch.long) if starts is None else starts.cpu()
-        position = torch.arange(rows.start, rows.stop)[:, None] + options["offset"]
-        key = torch.arange(keys)
-        first = key - start.view(-1, 1, 1, 1) < self.keep_first
-        seen = (key > position - self.window) | first  # (B or 1, 1, rows, Tk)
-        group = heads // self.kv_heads
-        whole = torch.tensor([head // group not in self.streaming for head in range(heads)])
-        return seen | whole.view(1, -1, 1, 1)
+    Padding becomes `starts` and `lengths`, so that no mask is read. The first key of a sequence is the first that the
+    layer's own mask shows to any query.
+    """
+    if options["window"] is not None:
+        raise UnsupportedError("a layer with a sliding window of its own cannot stream; leave it out of the plan")
+    return {**options, **_first_keys(options["mask"]), **streams.windows(heads)}
 
 
-class PaddingBounds(NamedTuple):
-    """Where the tokens of every row of a batch begin and end."""
-
-    starts: Tensor  # (B,)
-    ends: Tensor  # (B,)
-    whole: bool  # whether every key in between is a token
-
-
-def padding_bounds(shown: Tensor) -> PaddingBounds:
-    """The bounds of the tokens (B, Tk) bool; a row without any begins and ends at 0."""
-    starts = shown.long().argmax(1)
-    ends = starts + shown.sum(1)
-    key = torch.arange(shown.shape[1], device=shown.device)
-    between = (key >= starts[:, None]) & (key < ends[:, None])
-    return PaddingBounds(starts, ends, bool((between == shown).all()))
+def visible_keys(streams: StreamingHeads, options: dict[str, Any], rows: slice, keys: int, heads: int) -> Tensor:
+    """(B or 1, H, rows, Tk) bool: what the windows show, whatever else hides; options: of `restrict_options`."""
+    starts = options.get("starts")
+    start = torch.zeros(1, dtype=torch.long) if starts is None else starts.cpu()
+    position = torch.arange(rows.start, rows.stop)[:, None] + options["offset"]
+    key = torch.arange(keys)
+    first = key - start.view(-1, 1, 1, 1) < streams.keep_first
+    seen = (key > position - streams.window) | first  # (B or 1, 1, rows, Tk)
+    return seen | ~torch.tensor(streams.of_queries(heads)).view(1, -1, 1, 1)
 
 
 def _first_keys(mask: Tensor | None) -> dict[str, Any]:

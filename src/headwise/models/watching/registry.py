@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ...attention.nn.streamed_keys import StreamingHeads
 from ..hooks import compiled_as_before
 from . import lazy_masks
 from .call_reader import ModelCall
-from .head_windows import HeadWindows
 from .lazy_masks import LazyMask, MaskRecipe
 from .sources import Function, Watched, Watcher
 
@@ -32,7 +32,7 @@ class Replacement(NamedTuple):
     """What answers the calls of a module in place of the model's attention function."""
 
     answer: Callable[[ModelCall, Function], tuple[Tensor, Any]]  # gets the call and the model's own eager function
-    windows: HeadWindows | None  # of its heads that stream
+    streams: StreamingHeads | None  # which of its heads stream
     arrive: Callable[[nn.Module], None]  # called with the module, also where a watcher answers the call
 
 
@@ -194,11 +194,11 @@ def _call_watched(
         attention_mask = attention_mask.recipe.whole() if isinstance(attention_mask, LazyMask) else attention_mask
         return function(module, query, key, value, attention_mask, *rest, **options)
     options = dict(zip(("dropout", "scaling", "is_causal"), rest, strict=False)) | options
-    windows = None
+    streams = None
     if replacement is not None:
-        windows = replacement.windows
+        streams = replacement.streams
         replacement.arrive(module)
-    call = ModelCall(module, query, key, value, attention_mask, options, implementation or "eager", windows)
+    call = ModelCall(module, query, key, value, attention_mask, options, implementation or "eager", streams)
 
     def answer(call: ModelCall) -> tuple[Tensor, Any]:
         if replacement is not None:
