@@ -16,6 +16,7 @@ import transformers
 import headwise
 from headwise.cli import main
 from headwise.lab.tasks import Text
+from headwise.models.streaming.filled_cache import filled_cache
 from headwise.plans import StreamPlan
 from headwise.prune import stream_session
 from headwise.prune.other_levers import Int8, card_levers, int8_problem, int8_words, measure_int8, stored_bytes
@@ -261,6 +262,22 @@ def test_the_card_says_what_feed_forward_width_and_layers_would_save() -> None:
     assert card_levers(torch.nn.Linear(2, 2)) == [
         "Feed-forward width and layers: the card cannot say (Linear has no config)."
     ]
+
+
+@pytest.mark.parametrize("heads", [{0: [1], 2: [0]}, {0: [0, 1], 1: [0, 1], 2: [0, 1]}])
+def test_a_step_after_a_filled_cache_is_that_of_masks_per_head_over_the_same_keys(heads: dict[int, list[int]]) -> None:
+    """In float64, so that the order of sums does not matter."""
+    model = build("llama")
+    plan = StreamPlan(heads, layers_of(model), 7, 2)
+    token = torch.tensor([[5]])
+    with torch.no_grad(), headwise.streaming(model, plan):
+        outputs = [
+            model(token, past_key_values=filled_cache(model, own, plan.layers, 40)).logits for own in (plan, None)
+        ]
+    torch.testing.assert_close(outputs[0], outputs[1], rtol=1e-12, atol=1e-12)
+    with torch.no_grad():
+        full = model(token, past_key_values=filled_cache(model, None, plan.layers, 40)).logits
+    assert (outputs[0] - full).abs().max() > 1e-3, "so the window matters here"
 
 
 def test_random_plans_stream_as_many_heads_and_differ_by_draw() -> None:
