@@ -69,7 +69,8 @@ def context_need(
         batches: dicts of model inputs, a tensor or a tuple each; or texts, which are run one by one; an iterator is
             read one by one. Texts should be longer than the windows: a sequence of at most keep_first + window tokens
             loses nothing. By default long pieces of the bundled novel and needle prompts, the part of
-            `headwise.prune.stream_texts` to choose heads on.
+            `headwise.prune.stream_texts` to choose heads on, together; its example measures them one after the other,
+            so that the few heads that retrieve are not lost in the mean.
         windows: numbers of most recent keys that stay visible, the query's own among them.
         keep_first: the first keys of each sequence that stay visible; with left padding its first real ones.
         tokenizer: needed for texts and for the default.
@@ -161,7 +162,8 @@ def measure_batches(
                     files.save(batch, need)
             needs.append(need)
             if progress is not None:
-                progress(number + 1, total)
+                done = len(needs) * part[1]
+                progress(done if total is None else min(done, total), total)
     if not needs and part == (0, 1):
         raise HeadwiseError("there are no inputs; give at least one batch or text")
     return needs

@@ -98,7 +98,8 @@ def stream_texts(
         >>> texts = stream_texts(tokenizer, 4096)
         >>> print(texts)
         the bundled novel (Jane Austen, Persuasion): 7 pieces of 4,096 tokens; 9 needle prompts of up to 1,024, ...
-        >>> need = headwise.context_need(model, texts.batches)
+        >>> needs = [headwise.context_need(model, batches) for batches in (texts.text_batches, texts.needle_batches)]
+        >>> plan = headwise.stream_plan(needs, window=256)  # heads that either of them needs stream last
         >>> others = stream_texts(tokenizer, 4096, part="report")
     """
     _check(length, part, needles, limit)

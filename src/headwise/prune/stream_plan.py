@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -19,7 +20,7 @@ SCORE = "change of output through W_O"
 
 
 def stream_plan(
-    need: ContextNeed,
+    need: ContextNeed | Sequence[ContextNeed],
     *,
     window: int = 256,
     share: float | None = None,
@@ -40,8 +41,9 @@ def stream_plan(
     passes over the batches. The loss is the mean over the sequences, of labels or of next tokens.
 
     Args:
-        need: what `context_need` measured.
-        window: one of the windows that it measured.
+        need: what `context_need` measured. Of several, such as that of a text and that of needle prompts, the largest
+            change of a head counts: it streams early only if it needs little in all of them.
+        window: one of the windows that was measured.
         share: the share of the KV heads that stream, of layers without a sliding window, from 0 to 1; 0.5 where
             neither it nor cache_bytes is given. Rounded to the nearest number of heads.
         cache_bytes: as few KV heads stream as bring the cache of one sequence down to so many bytes.
@@ -63,16 +65,13 @@ def stream_plan(
         0.53
         >>> plan = headwise.stream_plan(need, window=256, max_loss=0.01, model=model, batches=batches)
     """
-    if not isinstance(need, ContextNeed):
-        raise HeadwiseError(f"a ContextNeed is expected, as headwise.context_need gives it, got {brief(need)}")
-    if window not in need.windows:
-        measured = ", ".join(map(str, need.windows))
-        raise HeadwiseError(f"window {brief(window)} was not measured; {measured} were")
+    needs = _check_needs(need, window)
+    need = needs[0]
     if sum(choice is not None for choice in (share, cache_bytes, max_loss)) > 1:
         raise HeadwiseError("give one of share, cache_bytes and max_loss")
     if max_loss is None and (model is not None or batches is not None):
         raise HeadwiseError("model and batches are for max_loss, which is not given")
-    order = _by_change(need, window)
+    order = _by_change(needs, window)
     if max_loss is not None:
         if isinstance(max_loss, bool) or not isinstance(max_loss, (int, float)) or not 0 <= max_loss < math.inf:
             raise HeadwiseError(f"max_loss must be a number of at least 0, such as 0.01 for 1 %, got {brief(max_loss)}")
@@ -87,11 +86,29 @@ def stream_plan(
     return _within_budget(need, window, order, cache_bytes, context)
 
 
-def _by_change(need: ContextNeed, window: int) -> list[KVHead]:
+def _check_needs(need: Any, window: Any) -> list[ContextNeed]:
+    needs = list(need) if isinstance(need, (list, tuple)) else [need]
+    if not needs or not all(isinstance(each, ContextNeed) for each in needs):
+        raise HeadwiseError(f"a ContextNeed is expected, as headwise.context_need gives it, got {brief(need)}")
+    for name in ("layers", "keep_first"):
+        if any(getattr(each, name) != getattr(needs[0], name) for each in needs):
+            raise HeadwiseError(f"these needs are of different models or settings: their {name} differ")
+    for each in needs:
+        if window not in each.windows:
+            measured = ", ".join(map(str, each.windows))
+            raise HeadwiseError(f"window {brief(window)} was not measured; {measured} were")
+    return needs
+
+
+def _by_change(needs: list[ContextNeed], window: int) -> list[KVHead]:
     """The KV heads that may stream, the smallest change first; those of equal change in the model's order."""
-    fixed = {layer[:2] for layer in need.layers if layer.window is not None}
-    rows = [row for row in need.rows() if row.window == window and row[:2] not in fixed]
-    return [row[:3] for row in sorted(rows, key=lambda row: row.change)]
+    fixed = {layer[:2] for layer in needs[0].layers if layer.window is not None}
+    change: dict[KVHead, float] = {}
+    for need in needs:
+        for row in need.rows():
+            if row.window == window and row[:2] not in fixed:
+                change[row[:3]] = max(row.change, change.get(row[:3], 0.0))
+    return sorted(change, key=change.__getitem__)
 
 
 def _plan(need: ContextNeed, window: int, heads: list[KVHead]) -> StreamPlan:

@@ -131,19 +131,23 @@ class _Run:
         self.pieces = Pieces(pieces_folder(out), {"model": fingerprint(model)})
 
     def choose(self, texts: StreamTexts) -> StreamPlan:
-        """The plan, from what the KV heads need of the choosing texts."""
-        options = self.options
-        need = context_need(
-            self.model,
-            texts.batches,
-            windows=(options.window,),
-            keep_first=options.keep_first,
-            resume=self.pieces.folder / "need",
-            progress=lambda step, total: self.progress("what heads need", step, total or step),
-        )
+        """The plan: a head streams early only if it needs little of the texts and of the needle prompts."""
+        options, done, total = self.options, 0, len(texts.batches)
+        needs = []
+        for batches in filter(None, (texts.text_batches, texts.needle_batches)):
+            need = context_need(
+                self.model,
+                batches,
+                windows=(options.window,),
+                keep_first=options.keep_first,
+                resume=self.pieces.folder / "need",
+                progress=lambda step, _: self.progress("what heads need", done + step, total),  # noqa: B023
+            )
+            done += len(batches)
+            needs.append(need)
         if options.max_loss is None:
             return stream_plan(
-                need,
+                needs,
                 window=options.window,
                 share=options.share,
                 cache_bytes=options.cache_bytes,
@@ -152,7 +156,7 @@ class _Run:
 
         def search() -> Any:
             bounded = stream_plan(
-                need, window=options.window, max_loss=options.max_loss, model=self.model, batches=texts.batches
+                needs, window=options.window, max_loss=options.max_loss, model=self.model, batches=texts.batches
             )
             return bounded.to_json()
 

@@ -150,7 +150,8 @@ def _head_windows(reading: Reading, window: int | None, keep_first: int) -> dict
     streaming = _streaming_heads(reading)
     if not streaming.any():
         return {"window": None if window is None else pair, "keep_first": keep_first}
-    own, first = reading.options["window"], reading.options["keep_first"]
+    own, first = reading.options["window"], reading.options.get("keep_first", 0)
+    first = [first] * len(own) if isinstance(first, int) else first
     return {
         "window": [mine if streams else pair for mine, streams in zip(own, streaming, strict=True)],
         "keep_first": [mine if streams else keep_first for mine, streams in zip(first, streaming, strict=True)],
