@@ -141,7 +141,7 @@ class _Run:
                 windows=(options.window,),
                 keep_first=options.keep_first,
                 resume=self.pieces.folder / "need",
-                progress=lambda step, _: self.progress("what heads need", done + step, total),  # noqa: B023
+                progress=partial(self._show_need, done, total),
             )
             done += len(batches)
             needs.append(need)
@@ -165,6 +165,9 @@ class _Run:
             "texts": batches_fingerprint(texts.batches),
         }  # fmt: skip
         return StreamPlan.from_json(self.pieces.piece("plan", key, search))
+
+    def _show_need(self, done: int, total: int, step: int, _: int | None) -> None:
+        self.progress("what heads need", done + step, total)
 
     def losses(self, plan: StreamPlan, texts: StreamTexts) -> dict[str, np.ndarray]:
         """The loss of every reporting piece under every variant; random choice as (draws, pieces)."""

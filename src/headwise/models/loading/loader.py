@@ -43,7 +43,9 @@ def load(
 ) -> Any:
     """A model in eval mode, with every weight from its file: one of transformers, or what headwise.save wrote.
 
-    The class is the one that the checkpoint was saved from. Only safetensors are read.
+    The class is the one that the checkpoint was saved from. Only safetensors are read. A plan that was saved with the
+    model, by headwise.save(model, path, plan=plan), is its attribute `stream_plan`, which headwise.streaming(model)
+    takes.
 
     Args:
         name: a bundled name ("minilm", "smollm2"), a directory (also one that headwise.save wrote), a GGUF file, or a
@@ -71,11 +73,13 @@ def load(
     options = {key: value for key, value in options.items() if value is not None}
     with _errors_in_one_line(folder):
         _check_files(folder)
+        from ..streaming.saved_plan import attach_saved_plan
         from ..surgery.pruned_directory import read_record, rebuild, restore_records
 
         pruned = read_record(folder)
         if pruned is not None and pruned["form"] in MODULE_FORMS:
-            return _load_modules(folder, pruned, into, dtype, {**options, "trust_remote_code": trust_remote_code})
+            model = _load_modules(folder, pruned, into, dtype, {**options, "trust_remote_code": trust_remote_code})
+            return attach_saved_plan(model, folder)
         if into is not None:
             raise HeadwiseError(f"{str(folder)!r} is a transformers model's; into= is for what headwise.save wrote")
         if not (folder / "config.json").exists():
@@ -93,7 +97,7 @@ def load(
             model = _load_complete(_class(config, trust_remote_code), folder, options)
             model = model if pruned is None else restore_records(model, pruned)
         model.eval()
-        return model
+        return attach_saved_plan(model, folder)
 
 
 def _load_modules(folder: Path, record: dict[str, Any], into: Any, dtype: Any, options: dict[str, Any]) -> Any:

@@ -12,7 +12,6 @@ from ...errors import HeadwiseError, UnsupportedError
 from ...plans import StreamPlan
 from ..hooks import Hooks, check_values
 from ..passes import PassTracker
-from ..structure.projections import layer_shapes
 from ..structure.sites import Site, attention_sites, check_watchable, first_per_module
 from ..structure.wrappers import inner_model
 from ..text_inputs import is_encoder_decoder
@@ -28,10 +27,11 @@ from .cached_attention import attend_cached
 from .deferred_keys import DeferredKeys
 from .generation import HeadCacheGeneration
 from .own_decoder import DecoderStreaming
-from .plan_layers import streaming_heads
+from .plan_layers import check_plan, streaming_heads
+from .saved_plan import attached_plan
 
 
-def streaming(model: nn.Module, plan: StreamPlan) -> Streaming | DecoderStreaming:
+def streaming(model: nn.Module, plan: StreamPlan | None = None) -> Streaming | DecoderStreaming:
     """Inside `with`, the KV heads of a plan stream: their query heads see only the first and the most recent keys.
 
     The first keys are the first real tokens of a sequence, also behind left padding. All other heads, and layers with a
@@ -46,7 +46,8 @@ def streaming(model: nn.Module, plan: StreamPlan) -> Streaming | DecoderStreamin
     Args:
         model: a decoder of transformers whose attention goes through its registry, or a `headwise.Decoder`, whose
             `cache` and `generate` then keep what the heads see.
-        plan: made for this model, by `headwise.stream_plan` or by hand.
+        plan: made for this model, by `headwise.stream_plan` or by hand; by default the one that it was saved with, by
+            headwise.save(model, path, plan=plan), where headwise.load(path) gave the model.
 
     Returns:
         A context manager. `watch`, `mask_heads` and `patch` work inside and around it.
@@ -59,11 +60,14 @@ def streaming(model: nn.Module, plan: StreamPlan) -> Streaming | DecoderStreamin
         >>> with headwise.streaming(model, plan):
         ...     tokens = model.generate(**inputs, max_new_tokens=100)
     """
-    if not isinstance(plan, StreamPlan):
-        raise HeadwiseError(f"a StreamPlan is expected, as headwise.stream_plan gives it, got {type(plan).__name__}")
     model = inner_model(model)
+    plan = attached_plan(model) if plan is None else plan
+    if plan is None:
+        raise HeadwiseError(
+            f"this {type(model).__name__} was not loaded with a plan; give one, headwise.streaming(model, plan)"
+        )
+    check_plan(model, plan)
     if isinstance(model, Decoder):
-        plan.check_layers(layer_shapes(model), type(model).__name__)
         return DecoderStreaming(model, plan)
     sites = attention_sites(model)
     check_watchable(model, sites)
@@ -76,8 +80,6 @@ def _planned_sites(model: nn.Module, plan: StreamPlan, sites: list[Site]) -> dic
     if is_encoder_decoder(model):
         raise UnsupportedError(f"{name} is an encoder-decoder; heads of decoders alone can stream")
     kinds = {layer.kind for layer in plan.layers}
-    shapes = layer_shapes(model)
-    plan.check_layers([shape for shape in shapes if shape[0] in kinds] or shapes, name)
     planned = {site.key: site for site in sites if site.kind in kinds}
     for site in planned.values():
         if site.source != "registry":

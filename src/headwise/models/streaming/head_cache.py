@@ -15,6 +15,12 @@ from ...plans import StreamLayer, StreamPlan
 from .deferred_keys import DeferredKeys
 from .plan_layers import streaming_heads
 
+DYNAMIC = 'cache_implementation="dynamic" inside headwise.streaming'
+
+
+def _refuse(self: Any, *args: Any, **kwargs: Any) -> Any:
+    raise UnsupportedError(f"a HeadCache keeps keys and values, and no states of other layers; use {DYNAMIC}")
+
 
 class HeadCache(Cache):
     """A cache for `past_key_values`, in which the KV heads of a plan keep `keep_first` first and `window` recent keys.
@@ -47,8 +53,8 @@ class HeadCache(Cache):
         kinds = {layer.kind for layer in plan.layers}
         if len(kinds) != 1 or [layer.layer for layer in plan.layers] != list(range(len(plan.layers))):
             raise UnsupportedError(
-                "a HeadCache is for decoders whose layers all attend; this plan has "
-                f"{len(plan.layers)} layers of {len(kinds)} kinds: {', '.join(str(x.layer) for x in plan.layers[:9])}"
+                "a HeadCache is for decoders whose layers all attend, and this plan has layers "
+                f"{', '.join(f'{layer.kind} {layer.layer}' for layer in plan.layers[:4])}, ...; use {DYNAMIC}"
             )
         self.plan = plan
         self.sequences = SequenceStarts()
@@ -59,6 +65,9 @@ class HeadCache(Cache):
         if layer.window is not None:
             return DynamicSlidingWindowLayer(layer.window)
         return FullLayer() if streams is None else StreamingLayer(streams, self.sequences)
+
+    has_previous_state = get_conv_state = get_recurrent_state = _refuse
+    update_conv_state = update_recurrent_state = update_indexer = _refuse
 
     @property
     def memory_bytes(self) -> int:
@@ -91,7 +100,8 @@ class HeadCache(Cache):
         expected = self.plan.layers[layer_idx].kv_heads
         if key_states.shape[1] != expected:
             raise CacheError(
-                f"layer {layer_idx} has {expected} KV heads by the plan of this HeadCache, got {key_states.shape[1]}"
+                f"layer {layer_idx} has {expected} KV heads by the plan of this HeadCache, got {key_states.shape[1]}; "
+                f"where a model caches something else than the keys of its heads, use {DYNAMIC}"
             )
         keys: tuple[Tensor, Tensor] = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         return keys

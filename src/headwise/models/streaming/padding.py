@@ -42,7 +42,10 @@ def sequence_starts(call: ModelCall, recipe: MaskRecipe | None, cached: int) -> 
 def _shown_by_recipe(recipe: MaskRecipe, name: str, cached: int) -> Tensor | None:
     """(B, Tk) bool: which keys are tokens."""
     if recipe.band() != (None, 0):
-        raise UnsupportedError(f"{name} hides keys by another rule than causality; its heads cannot stream in a cache")
+        raise UnsupportedError(
+            f"{name} hides keys by another rule than causality and padding, which a HeadCache does not know; use "
+            'cache_implementation="dynamic" inside headwise.streaming'
+        )
     if recipe.first_query != cached:
         raise UnsupportedError(
             f"{name} runs at position {recipe.first_query} and its HeadCache holds {cached} tokens; give it the tokens "

@@ -1,9 +1,35 @@
-"""Which KV heads of each layer stream by a plan."""
+"""The layers of a plan: whether they are those of a model, and which of their KV heads stream."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from ...attention.nn.streamed_keys import StreamingHeads
-from ...plans import StreamPlan
+from ...errors import HeadwiseError, UnsupportedError
+from ...plans import LayerShape, StreamPlan
+from ..structure.heads import query_heads
+from ..structure.projections import find_projections
+from ..structure.sites import Site, attention_sites
+
+
+def check_plan(model: Any, plan: Any) -> None:
+    """Refuse what is not a plan for this model."""
+    if not isinstance(plan, StreamPlan):
+        raise HeadwiseError(f"a StreamPlan is expected, as headwise.stream_plan gives it, got {type(plan).__name__}")
+    kinds = {layer.kind for layer in plan.layers}
+    sites = attention_sites(model)
+    of_kinds = [site for site in sites if site.kind in kinds] or sites
+    plan.check_layers([_shape(model, site) for site in of_kinds], type(model).__name__)
+
+
+def _shape(model: Any, site: Site) -> LayerShape:
+    """Its KV heads also where norms over all heads forbid that one is removed."""
+    try:
+        layer = find_projections(model, site)
+    except UnsupportedError:
+        heads = query_heads(model, site)
+        return site.kind, site.index, heads, heads
+    return site.kind, site.index, layer.query, layer.kv
 
 
 def streaming_heads(plan: StreamPlan) -> dict[tuple[str, int], StreamingHeads]:

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from ..streaming.saved_plan import FILE as PLAN_FILE
 from ..structure.sites import attention_sites
 from .kept_heads import kept_heads, pruned_layers
 from .pruned_directory import FILE
@@ -14,7 +15,7 @@ from .pruned_directory import FILE
 WEIGHT_SUFFIXES = (
     ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf", ".pkl", ".pickle", ".ot",
 )  # fmt: skip
-WRITTEN_BY_SAVE = ("config.json", "generation_config.json", FILE)
+WRITTEN_BY_SAVE = ("config.json", "generation_config.json", FILE, PLAN_FILE)
 # files that are also true of a pruned model: its tokenizer and processor, its code and its licence
 SAME_WHEN_PRUNED = (
     "*token*", "vocab*", "merges*.txt", "*.model", "*.tiktoken", "*chat_template*", "*.jinja", "*processor*", "*.py",

@@ -16,8 +16,11 @@ from ...attention.checkpoints.pretrained import open_safetensors
 from ...attention.nn.stack import Decoder, Transformer
 from ...errors import CheckpointError, HeadwiseError, UnsupportedError
 from ...files import remove_leftovers, umask, write_folder_atomically
+from ...plans import StreamPlan
 from ..loading.quiet import quiet_transformers
 from ..multihead import plain_class
+from ..streaming.saved_plan import FILE as PLAN_FILE
+from ..streaming.saved_plan import plan_to_save
 from ..structure.linear_layers import wrapping_problem
 from ..structure.projections import projections
 from ..structure.sites import attention_sites, first_per_module, require_sites
@@ -63,7 +66,12 @@ class Target(NamedTuple):
 
 
 def save(
-    model: nn.Module, path: str | os.PathLike[str], *, form: Form | None = None, overwrite: bool = False
+    model: nn.Module,
+    path: str | os.PathLike[str],
+    *,
+    form: Form | None = None,
+    plan: StreamPlan | None = None,
+    overwrite: bool = False,
 ) -> SaveResult:
     """Write a model, pruned or not, with its tokenizer and other files, into a directory.
 
@@ -78,6 +86,8 @@ def save(
             transformers config can describe the model, as where heads were only zeroed, else "compact". A model that
             is not transformers' is always "compact"; where headwise cannot build its class, load it with
             headwise.load(path, into=model), the model before any pruning.
+        plan: which KV heads stream. It is written beside the weights, and `headwise.streaming` finds it on the model
+            that headwise.load gives; a model that was loaded with a plan is saved with it.
         overwrite: replace what is in the directory.
 
     Returns:
@@ -96,7 +106,7 @@ def save(
     folder = Path(os.fspath(path)).expanduser()
     _check_folder(folder, overwrite)
     if not hasattr(model, "save_pretrained"):
-        return _save_modules(model, folder, str(path), form)
+        return _save_modules(model, folder, str(path), form, plan)
     _check_weights(model)
     model = in_memory(model) if is_offloaded(model) else model
     target = _choose_form(model, form)
@@ -104,13 +114,14 @@ def save(
         _write(model, scratch, target)
         write_record(scratch, model, target.form)
         copy_other_files(model, scratch)
+        _write_plan(model, scratch, plan)
         distance = _compare(model, scratch, target.form)
         _make_readable(scratch)
     loader = "headwise.load" if target.form == "compact" else f"{target.cls.__name__}.from_pretrained"
     return SaveResult(str(path), target.form, target.why, f"{loader}({str(path)!r})", distance)
 
 
-def _save_modules(model: nn.Module, folder: Path, path: str, form: Form | None) -> SaveResult:
+def _save_modules(model: nn.Module, folder: Path, path: str, form: Form | None, plan: StreamPlan | None) -> SaveResult:
     """Save a model that is not transformers'."""
     name = plain_class(model).__name__
     require_sites(model)
@@ -121,12 +132,20 @@ def _save_modules(model: nn.Module, folder: Path, path: str, form: Form | None) 
     with write_folder_atomically(folder, CheckpointError) as scratch:
         written = write_model(model, scratch)
         copy_other_files(model, scratch)
+        _write_plan(model, scratch, plan)
         distance = _compare_modules(model, scratch, written)
         _make_readable(scratch)
     if written == STACK:
         return SaveResult(path, "compact", "a stack of headwise's own", f"headwise.load({path!r})", distance)
     why = f"headwise cannot build {name}: give it the model before any pruning"
     return SaveResult(path, "compact", why, f"headwise.load({path!r}, into={name}(...))", distance)
+
+
+def _write_plan(model: nn.Module, folder: Path, plan: StreamPlan | None) -> None:
+    """Write the plan that belongs to a model, where there is one."""
+    plan = plan_to_save(model, plan)
+    if plan is not None:
+        plan.save(folder / PLAN_FILE)
 
 
 def _compare_modules(model: nn.Module, folder: Path, form: str) -> float | None:
