@@ -130,8 +130,9 @@ def test_a_bound_on_the_cache_or_on_the_loss_decides_how_many_heads_stream(
     assert code == 0 and report["cache_bytes"]["300"][PLAN] < report["cache_bytes"]["300"][FULL]
     plan = StreamPlan.from_json(report["plan"])
     assert plan.cache_bytes(LENGTH) <= budget < plan.cache_bytes(LENGTH) + plan.layers[0].token_bytes * LENGTH
-    code, out, _ = stream(capsys, *args, "--out", tmp_path / "b", "--max-loss", 1000)
+    code, out, _ = stream(capsys, *args, "--out", tmp_path / "a", "--max-loss", 1000, "--overwrite")
     assert code == 0 and StreamPlan.from_json(json.loads(out)["plan"]).streaming == 6
+    assert StreamPlan.load(tmp_path / "a" / "stream_plan.json").streaming == 6
 
 
 def test_a_tokenizer_that_does_not_know_the_needles_is_measured_without_them(
