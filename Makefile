@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip install --quiet -c constraints.txt
 STAMP := $(VENV)/.setup
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo docs docs-check models examples pictures guide data atlases relations stories grouping lab lab-pages tools test \
+.PHONY: help setup demo docs docs-check models examples pictures guide data atlases relations stories grouping streaming lab lab-pages tools test \
         test-full interop matrix campaign sanitize neon bench lint lint-js spelling format wheels wheels-check compat clean
 
 help:  ## show this list
@@ -71,6 +71,12 @@ grouping: stories  ## measure docs/grouping.md again
 	  --texts build/data/stories.txt --out build/grouped-stories --recover 25 --rate 5e-4 --batch 8
 	$(BIN)/python tools/grouping_page.py lab
 	$(BIN)/python tools/grouping_page.py page
+
+# an interrupted run resumes; with torchao installed it has the figures of int8 weights too
+streaming: setup  ## measure docs/streaming_report.md again
+	test -e build/stream-smollm2 || { cd build && ../$(BIN)/headwise stream --model smollm2 --out stream-smollm2 \
+	  --share 0.5 --window 256 --needles 8; }
+	cp build/stream-smollm2/streaming.md docs/streaming_report.md
 
 lab-pages: setup  ## write docs/lab again from its figures, after a change of words
 	$(BIN)/python tools/lab_pages.py

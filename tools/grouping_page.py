@@ -51,6 +51,9 @@ def group_lab_model() -> None:
 def write_page() -> None:
     """The tables of both results between the page's markers, and their pictures beside it."""
     for name, folder in RESULTS.items():
+        if not folder.exists():
+            sys.stderr.write(f"{folder} is missing: its section stays as it is\n")
+            continue
         text = (folder / "grouping.md").read_text(encoding="utf-8")
         begin, end = "## Quality against the number of KV heads\n\n", "\n## Which heads were merged"
         section = text[text.index(begin) + len(begin) : text.index(end)].strip()

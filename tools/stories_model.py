@@ -22,7 +22,7 @@ SHA256 = "e1aa7a962a5fd4f893eb8a571ac410fe620848f163dcde269676b54016072227"
 MODEL_BYTES = 60_816_028  # of the data file; the tokenizer follows
 FOLDER = DATA.parent / "stories15m"
 TEXTS = DATA / "stories.txt"
-STORIES, TOKENS, SEED = 192, 127, 0
+STORIES, TOKENS, SEED = 96, 127, 0
 FIRST_PIECE = 259  # of the vocabulary: 3 special tokens and 256 bytes come before
 
 

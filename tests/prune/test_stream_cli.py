@@ -16,6 +16,7 @@ import transformers
 import headwise
 from headwise.cli import main
 from headwise.lab.tasks import Text
+from headwise.models.streaming.filled_cache import filled_cache
 from headwise.plans import StreamPlan
 from headwise.prune import stream_session
 from headwise.prune.other_levers import Int8, card_levers, int8_problem, int8_words, measure_int8, stored_bytes
@@ -110,7 +111,8 @@ def test_a_stopped_stream_run_resumes_with_its_finished_pieces(
     monkeypatch.setattr(stream_session, "text_loss", stop_at_seventh)
     args = ["--model", source, "--out", tmp_path / "out", "--needles", 0, "--json", *SMALL]
     code, out, err = stream(capsys, *args)
-    assert code == 130 and out == "" and err.count("\n") == 1 and not (tmp_path / "out").exists()
+    assert code == 130 and out == "" and not (tmp_path / "out").exists()
+    assert err == "headwise: interrupted; what was measured so far is stored, and the same command resumes\n"
     assert len(list((tmp_path / ".out.pieces").glob("loss-*.json"))) == 6
     code, out, _ = stream(capsys, *args)
     expected = 7 + 4 + (0 if int8_problem() else 4)  # ten losses in all, six of them finished; int8 has its own
@@ -128,8 +130,9 @@ def test_a_bound_on_the_cache_or_on_the_loss_decides_how_many_heads_stream(
     assert code == 0 and report["cache_bytes"]["300"][PLAN] < report["cache_bytes"]["300"][FULL]
     plan = StreamPlan.from_json(report["plan"])
     assert plan.cache_bytes(LENGTH) <= budget < plan.cache_bytes(LENGTH) + plan.layers[0].token_bytes * LENGTH
-    code, out, _ = stream(capsys, *args, "--out", tmp_path / "b", "--max-loss", 1000)
+    code, out, _ = stream(capsys, *args, "--out", tmp_path / "a", "--max-loss", 1000, "--overwrite")
     assert code == 0 and StreamPlan.from_json(json.loads(out)["plan"]).streaming == 6
+    assert StreamPlan.load(tmp_path / "a" / "stream_plan.json").streaming == 6
 
 
 def test_a_tokenizer_that_does_not_know_the_needles_is_measured_without_them(
@@ -260,6 +263,22 @@ def test_the_card_says_what_feed_forward_width_and_layers_would_save() -> None:
     assert card_levers(torch.nn.Linear(2, 2)) == [
         "Feed-forward width and layers: the card cannot say (Linear has no config)."
     ]
+
+
+@pytest.mark.parametrize("heads", [{0: [1], 2: [0]}, {0: [0, 1], 1: [0, 1], 2: [0, 1]}])
+def test_a_step_after_a_filled_cache_is_that_of_masks_per_head_over_the_same_keys(heads: dict[int, list[int]]) -> None:
+    """In float64, so that the order of sums does not matter."""
+    model = build("llama")
+    plan = StreamPlan(heads, layers_of(model), 7, 2)
+    token = torch.tensor([[5]])
+    with torch.no_grad(), headwise.streaming(model, plan):
+        outputs = [
+            model(token, past_key_values=filled_cache(model, own, plan.layers, 40)).logits for own in (plan, None)
+        ]
+    torch.testing.assert_close(outputs[0], outputs[1], rtol=1e-12, atol=1e-12)
+    with torch.no_grad():
+        full = model(token, past_key_values=filled_cache(model, None, plan.layers, 40)).logits
+    assert (outputs[0] - full).abs().max() > 1e-3, "so the window matters here"
 
 
 def test_random_plans_stream_as_many_heads_and_differ_by_draw() -> None:

@@ -12,8 +12,7 @@ import click
 from ..terminal import echo
 from .checks import check_not_replaced
 from .options import PATH, Whole, context_option, field_option, json_option, texts_option
-from .progress import progress_bars
-from .prune import recovery_named
+from .progress import pieces_named, progress_bars
 
 if TYPE_CHECKING:
     from ..prune.group_report import GroupOptions, GroupReport
@@ -82,7 +81,7 @@ def _group(name: str, texts: Path, field: str, options: GroupOptions, out: Path,
     check_kv_heads(model, options.kv_heads)
     config = getattr(model, "config", None)
     batches = make_batches(lines, tokenizer(name), config=config, batch=options.batch, length=options.length)
-    with progress_bars() as progress, recovery_named(out):
+    with progress_bars() as progress, pieces_named(out):
         grouped, report = group_and_measure(model, name, batches, options, out, progress=progress)
         drawable = find_spec("matplotlib") is not None
         return save_grouped(grouped, report, out, overwrite, _draw if drawable else None)

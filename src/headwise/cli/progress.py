@@ -1,13 +1,28 @@
-"""Progress bars for long work."""
+"""Progress bars for long work, and what is said when it is interrupted."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from ..terminal import console
 
 Progress = Callable[[str, int, int | None], None]  # the kind of work, steps done, steps in all where that is known
+
+
+@contextmanager
+def pieces_named(out: Path) -> Iterator[None]:
+    """Whoever interrupts a run whose finished pieces are stored beside `out` is told that it can be resumed."""
+    from ..prune.pieces import pieces_folder
+
+    try:
+        yield
+    except KeyboardInterrupt as stop:
+        if stop.args or not pieces_folder(out).exists():
+            raise
+        words = "interrupted; what was measured so far is stored, and the same command resumes"
+        raise KeyboardInterrupt(words) from None
 
 
 @contextmanager

@@ -200,7 +200,7 @@ def _prune(
         lines, tokenizer(name), labels=marks, config=config, batch=options.batch, length=options.length
     )
     first = rank_options.get("first", True)
-    with progress_bars(first) as progress, recovery_named(out):
+    with progress_bars(first) as progress, _recovery_named(out):
         smaller, report = prune_and_measure(
             model, name, batches, options, out, saved_plan=saved_plan, progress=progress, **rank_options
         )
@@ -236,7 +236,7 @@ def _curve(model: Any, texts: TextBatches, options: PruneOptions, progress: Prog
 
 
 @contextmanager
-def recovery_named(out: Path) -> Iterator[None]:
+def _recovery_named(out: Path) -> Iterator[None]:
     """Whatever stops a run, its last line says that the recovery was saved."""
     from ..prune.output_directory import recovery_file
 

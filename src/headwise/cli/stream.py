@@ -14,7 +14,7 @@ from ..errors import HeadwiseError
 from ..terminal import echo
 from .checks import check_not_replaced
 from .options import BYTES, PATH, Whole, context_option, field_option, json_option, seed_option, texts_option
-from .progress import progress_bars
+from .progress import pieces_named, progress_bars
 
 if TYPE_CHECKING:
     from ..prune.stream_report import StreamOptions, StreamReport
@@ -101,7 +101,7 @@ def _stream(
     lines = None if texts is None else read_texts(texts, field)
     _, model, tokenizer = resolve(name)
     words = " ".join(["headwise", *map(shlex.quote, sys.argv[1:])]) if sys.argv[1:2] == ["stream"] else ""
-    with progress_bars() as progress:
+    with progress_bars() as progress, pieces_named(out):
         report = stream_and_measure(model, name, tokenizer, options, out, texts=lines, progress=progress, command=words)
         save_stream_report(report, out, overwrite)
     return report

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 
 from ..models.evaluation import evaluating
+from ..models.streaming.filled_cache import filled_cache
 from ..models.text_inputs import device_of, vocabulary_size
-from ..plans import StreamLayer, StreamPlan
+from ..plans import StreamPlan
 from ..timing import one_thread, synchronize
 from .sequence_losses import leave_out, plan_of
 from .stream_quality import streams
@@ -42,7 +43,7 @@ def decoding_times(model: Any, plans: Plans, context: int) -> dict[str, float]:
     token = torch.zeros(1, 1, dtype=torch.long, device=device_of(model))
     layers = _any_plan(plans).layers
     with evaluating(model), torch.inference_mode():
-        caches = {name: _filled_cache(model, plan, layers, context) for name, plan in plans.items()}
+        caches = {name: filled_cache(model, plan, layers, context) for name, plan in plans.items()}
 
         def step(name: str) -> None:
             model(token, past_key_values=caches[name], use_cache=True)
@@ -88,30 +89,6 @@ def _any_plan(plans: Plans) -> StreamPlan:
 
 def _bytes(plan: StreamPlan, context: int, full: bool) -> int:
     return (plan_of([], plan.layers, 1, 0) if full else plan).cache_bytes(context)
-
-
-def _filled_cache(model: Any, plan: StreamPlan | None, layers: tuple[StreamLayer, ...], context: int) -> Any:
-    """A cache with the random keys and values of so many tokens."""
-    from transformers import DynamicCache
-
-    from ..attention.nn.streamed_keys import StreamedKeys
-    from ..models.streaming import HeadCache
-
-    cache = DynamicCache(config=model.config) if plan is None else HeadCache(plan)
-    random = torch.Generator().manual_seed(0)
-    parameter = next(model.parameters())
-    for layer in layers:
-        width = layer.token_bytes // (2 * parameter.element_size())
-        shape = (1, layer.kv_heads, context, width)
-
-        keys, values = (torch.randn(shape, generator=random).to(parameter) for _ in range(2))
-        streamed = getattr(cache.layers[layer.layer], "cached", None) if plan is not None else None
-        if isinstance(streamed, StreamedKeys):  # which take keys from the attention function alone
-            streamed.full.append(keys[:, streamed.whole], values[:, streamed.whole])
-            streamed.ring.add(keys[:, streamed.streaming], values[:, streamed.streaming], cache.sequences)
-        else:
-            cache.update(keys, values, layer.layer)
-    return cache
 
 
 def _free_memory() -> int | None:

@@ -39,11 +39,11 @@ class Int8:
 
 def card_levers(model: Any) -> list[str]:
     """What a narrower feed-forward block and fewer layers would save, in words, by the card of the model's config."""
-    config, number_bytes = getattr(model, "config", None), next(model.parameters()).element_size()
+    number_bytes = next(model.parameters()).element_size()
     try:
-        if not hasattr(config, "to_dict"):
+        if not hasattr(model, "config"):
             raise HeadwiseError(f"{type(model).__name__} has no config")
-        own = from_config(config.to_dict())
+        own = from_config(model.config.to_dict())
         cache = own.cache(1, "fp32" if number_bytes == 4 else "bf16").per_token
     except HeadwiseError as error:
         return [f"Feed-forward width and layers: the card cannot say ({error})."]

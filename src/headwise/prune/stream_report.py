@@ -196,7 +196,9 @@ def stream_document(report: StreamReport) -> Document:
         "shares no text with them.",
         "Intervals of the loss are 95 %, by bootstrap over the pieces, paired with full attention; those of the "
         "needles are Wilson's.",
-        "Times are processor time of one thread, the best of interleaved rounds, with random keys and values.",
+        "Times are processor time of one thread, the best of interleaved rounds, with random keys and values. Full "
+        "attention is the model as it is loaded, with transformers' DynamicCache; the others are headwise's attention "
+        "and HeadCache.",
         machine_summary(report.machine),
         *([f"Command: {report.command}"] if report.command else []),
         *report.notes,

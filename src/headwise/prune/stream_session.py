@@ -64,6 +64,11 @@ def stream_and_measure(
         progress: called with the kind of work, the steps done and the steps in all.
         command: the command line, for the report.
     """
+    if not hasattr(model, "config"):
+        raise UnsupportedError(
+            f"{type(model).__name__} is not transformers': this report is for those; headwise.context_need, "
+            "headwise.stream_plan and headwise.streaming take it"
+        )
     if not (has_logits(model) and is_causal(model)):
         raise UnsupportedError(f"{type(model).__name__} predicts no next token, so that none of its heads streams")
     make_parent(out)
@@ -126,19 +131,23 @@ class _Run:
         self.pieces = Pieces(pieces_folder(out), {"model": fingerprint(model)})
 
     def choose(self, texts: StreamTexts) -> StreamPlan:
-        """The plan, from what the KV heads need of the choosing texts."""
-        options = self.options
-        need = context_need(
-            self.model,
-            texts.batches,
-            windows=(options.window,),
-            keep_first=options.keep_first,
-            resume=self.pieces.folder / "need",
-            progress=lambda step, total: self.progress("what heads need", step, total or step),
-        )
+        """The plan: a head streams early only if it needs little of the texts and of the needle prompts."""
+        options, done, total = self.options, 0, len(texts.batches)
+        needs = []
+        for batches in filter(None, (texts.text_batches, texts.needle_batches)):
+            need = context_need(
+                self.model,
+                batches,
+                windows=(options.window,),
+                keep_first=options.keep_first,
+                resume=self.pieces.folder / "need",
+                progress=partial(self._show_need, done, total),
+            )
+            done += len(batches)
+            needs.append(need)
         if options.max_loss is None:
             return stream_plan(
-                need,
+                needs,
                 window=options.window,
                 share=options.share,
                 cache_bytes=options.cache_bytes,
@@ -147,7 +156,7 @@ class _Run:
 
         def search() -> Any:
             bounded = stream_plan(
-                need, window=options.window, max_loss=options.max_loss, model=self.model, batches=texts.batches
+                needs, window=options.window, max_loss=options.max_loss, model=self.model, batches=texts.batches
             )
             return bounded.to_json()
 
@@ -156,6 +165,9 @@ class _Run:
             "texts": batches_fingerprint(texts.batches),
         }  # fmt: skip
         return StreamPlan.from_json(self.pieces.piece("plan", key, search))
+
+    def _show_need(self, done: int, total: int, step: int, _: int | None) -> None:
+        self.progress("what heads need", done + step, total)
 
     def losses(self, plan: StreamPlan, texts: StreamTexts) -> dict[str, np.ndarray]:
         """The loss of every reporting piece under every variant; random choice as (draws, pieces)."""
