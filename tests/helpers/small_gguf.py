@@ -10,7 +10,6 @@ import numpy as np
 import torch
 import transformers
 
-WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog"]
 LETTERS = [chr(code) for code in range(33, 127)]
 TOKENS = ["<unk>", "<s>", "</s>", "\u0120", "\u010a", *LETTERS, *(f"\u0120{letter}" for letter in "abcdefghi")]
 MERGES = [f"\u0120 {letter}" for letter in "abcdefghi"]

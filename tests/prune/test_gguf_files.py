@@ -16,7 +16,7 @@ import headwise
 from headwise import CheckpointError, HeadwiseError, UnsupportedError
 from headwise.models.surgery import gguf_model
 from helpers.prunable_models import CLOSE, error
-from helpers.small_gguf import build_model, write_gguf
+from helpers.small_gguf import MERGES, TOKENS, build_model, write_gguf
 
 EVEN = {layer: [2 * layer, 2 * layer + 1] for layer in range(3)}  # one KV head with its group from every layer
 UNEVEN = {0: [0, 1], 2: [1, 4]}  # a whole group, and two groups that are padded
@@ -197,6 +197,40 @@ def test_wrong_arguments_are_told(tmp_path: Path) -> None:
             headwise.save(source, tmp_path / name, **options)
     assert (tmp_path / "there.gguf").read_text() == "mine"
     assert {path.name for path in tmp_path.iterdir()} == {"source.gguf", "other.gguf", "there.gguf", "text.gguf"}
+
+
+@pytest.mark.parametrize(
+    ("config", "record", "tensor", "words"),
+    [
+        ("[]", "{}", "token_embd.weight", "must be objects in JSON"),
+        ("{", "{}", "token_embd.weight", "cannot be read as GGUF"),
+        ("{}", "{}", "rope_freqs.weight", "has a tensor 'rope_freqs.weight', which headwise does not write"),
+        ('{"model_type": "llama"}', "{}", "token_embd.weight", "not one that this version wrote"),
+    ],
+)
+def test_a_file_with_wrong_keys_of_headwise_is_refused(
+    config: str, record: str, tensor: str, words: str, tmp_path: Path
+) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "wrong.gguf", "llama")
+    writer.add_key_length(16)
+    writer.add_string("headwise.config", config)
+    writer.add_string("headwise.record", record)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(TOKENS)
+    writer.add_token_merges(MERGES)
+    writer.add_tensor(tensor, np.ones((4, 4), dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(CheckpointError, match=words):
+        headwise.load(tmp_path / "wrong.gguf")
+
+
+def test_a_whole_model_is_saved_to_a_directory_without_the_caches_own_files(tmp_path: Path) -> None:
+    headwise.save(load_small(tmp_path), tmp_path / "model")
+    names = {file.name for file in (tmp_path / "model").iterdir()}
+    assert "manifest.json" not in names and {"README.md", "tokenizer.json", "model.safetensors"} <= names
 
 
 def test_a_file_that_reads_differently_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

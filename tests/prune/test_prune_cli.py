@@ -29,6 +29,7 @@ from headwise.roles.atlas.corpus import read
 from headwise.terminal import one_line
 from helpers.prunable_models import CLOSE, build, error, inputs
 from helpers.prune_command import save_model, write_random_texts
+from helpers.small_gguf import build_model, write_gguf
 
 
 @pytest.fixture
@@ -65,6 +66,32 @@ def test_prune_writes_a_model_a_plan_and_a_report_that_agree(
     page_text = (tmp_path / "out" / "pruning.html").read_text()
     assert "6 of 15 heads removed" in page_text and "http:" not in page_text and "https:" not in page_text
     assert "| parameters |" in (tmp_path / "out" / "pruning.md").read_text()
+
+
+def test_prune_writes_further_forms_and_its_figures_in_the_model_card(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    source = write_gguf(tmp_path / "source.gguf", build_model())
+    (tmp_path / "texts.txt").write_text("".join(f"a big cat and {i} dogs did it\n" for i in range(12)))
+    arguments = ("--texts", tmp_path / "texts.txt", "--keep", 0.6, "--score", "output", "--format", "gguf", "--json")
+    code, out, err = prune(capsys, "--model", source, "--out", tmp_path / "out", *arguments)
+    assert code == 0, err
+    report = json.loads(out)
+    assert report["exports"]["gguf"]["load"] == f"headwise.load({str(tmp_path / 'out' / 'model.gguf')!r})"
+    ids = torch.tensor([[1, 17, 31, 8]])
+    with torch.no_grad():
+        first, second = (headwise.load(tmp_path / "out" / name)(ids).logits for name in ("", "model.gguf"))
+    assert error(first, second) < CLOSE[torch.float32]
+    full, pruned = (report["quality"][name]["value"] for name in ("full", "pruned"))
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert f"| perplexity (95 % interval over 6 texts) | {full:.4g} (" in card and f"| {pruned:.4g} (" in card
+    encoder = save_model(tmp_path / "encoder")
+    code, out, err = prune(capsys, "--model", encoder, "--out", tmp_path / "other", *arguments)
+    assert code == 0, err
+    reason = json.loads(out)["exports"]["gguf"]
+    assert reason.startswith("BertModel cannot be written as GGUF") and not (tmp_path / "other/model.gguf").exists()
+    assert "- no model.gguf" in (tmp_path / "other" / "pruning.md").read_text()
 
 
 def test_prune_follows_an_edited_plan_zeroes_heads_and_draws_the_curve(
@@ -378,6 +405,7 @@ def make_report(name: str, note: str = "") -> Any:
         1,
         1,
         saved=saved,
+        exports={"gguf": saved, "onnx": name},
         losses=[2.0, 1.0],
     )
 

@@ -245,7 +245,16 @@ def test_a_record_of_another_model_is_refused(tmp_path: Path) -> None:
 # --- save_pretrained ---
 
 
-@pytest.mark.parametrize(("name", "heads"), [("bert", uneven_heads), ("mistral", WHOLE_GROUP)])
+@pytest.mark.parametrize(
+    ("name", "heads"),
+    [
+        ("bert", uneven_heads),
+        ("mistral", WHOLE_GROUP),
+        ("t5", uneven_heads),
+        ("gpt2", uneven_heads),
+        ("vit", even_heads),
+    ],
+)
 def test_save_pretrained_of_a_pruned_model_can_be_loaded(name: str, heads: Any, tmp_path: Path) -> None:
     model, batch = build(name), inputs(name)
     pruned = headwise.prune_heads(model, heads if isinstance(heads, dict) else heads(model))

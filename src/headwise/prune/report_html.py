@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from .. import html
 from ..terminal import one_line
-from .report import PruneReport, comparison_rows, recovery_summary, savings_limit, score_rows
+from .report import PruneReport, comparison_rows, export_lines, recovery_summary, savings_limit, score_rows
 
 if TYPE_CHECKING:
     from .rank_scores import ScoreComparison
@@ -80,7 +80,7 @@ def page(report: PruneReport, picture: bool = False) -> str:
         notes="".join(f"<p>{escape(note)}</p>" for note in report.plan.notes),
         against=_score_section(report.comparison) if report.comparison is not None else "",
         recovery=_section("Recovery", f"<p>{escape(recovery_summary(report))}</p>") if report.losses else "",
-        saved=escape(str(report.saved)) if report.saved else "",
+        saved="</p>\n<p>".join(map(escape, [str(report.saved), *export_lines(report)])) if report.saved else "",
     )
     images = "'self' file:"  # the picture is a file beside the page
     return html.page(one_line(title), body, html.theme() + STYLE, images=images)[0]

@@ -13,13 +13,14 @@ from torch import Tensor
 from ...attention.checkpoints.pretrained import open_safetensors, weight_files
 from ...errors import HeadwiseError
 from ...json_documents import parse_json
+from ..loading.gguf import MANIFEST
 from ..streaming.saved_plan import FILE as PLAN_FILE
 from .pruned_directory import FILE
 
 WEIGHT_SUFFIXES = (
     ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf", ".pkl", ".pickle", ".ot",
 )  # fmt: skip
-WRITTEN_BY_SAVE = ("config.json", "generation_config.json", FILE, PLAN_FILE)
+WRITTEN_BY_SAVE = ("config.json", "generation_config.json", FILE, MANIFEST, PLAN_FILE)
 # files that are also true of a changed model: its tokenizer and processor, its code and its licence
 SAME_WHEN_CHANGED = (
     "*token*", "vocab*", "merges*.txt", "*.model", "*.tiktoken", "*chat_template*", "*.jinja", "*processor*", "*.py",

@@ -104,7 +104,7 @@ def write_gguf(
 
 def _target(model: Any, precision: Precision | None) -> GgufTarget:
     """How a model can be written; a model that llama.cpp would compute differently is refused."""
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     model_type = getattr(config, "model_type", type(model).__name__)
     name = type(model).__name__
     if model_type not in ARCHITECTURES or not name.endswith("ForCausalLM"):
@@ -115,8 +115,9 @@ def _target(model: Any, precision: Precision | None) -> GgufTarget:
     sites = attention_sites(model)
     layers = [projections(model, site) for site in sites]
     query, kv = [layer.query for layer in layers], [layer.kv for layer in layers]
-    head_dim = int(sites[0].module.head_dim)
-    for problem in _differences(model, config, [site.module for site in sites], head_dim):
+    modules: list[Any] = [site.module for site in sites]
+    head_dim: int = modules[0].head_dim
+    for problem in _differences(model, config, modules, head_dim):
         raise UnsupportedError(f"{name} cannot be written as GGUF: {problem}")
     architecture = ARCHITECTURES[model_type]
     output_bias = any(layer.out._parameters.get("bias") is not None for layer in layers)
