@@ -17,7 +17,7 @@ MAX_BYTES = 300_000
 PICTURES = {  # name: CSS selector, the page's state, window size, device pixels per CSS pixel
     "map": ("body", "paint=thumbnail", (1180, 900), 1.5),
     "head": ("body", "view=head&heads=3.1&token=10", (1240, 860), 1.5),
-    "steps": ("body", "view=steps&heads=3.1&token=10", (1180, 900), 1.0),
+    "steps": (".hw-body .hw-main", "view=steps&heads=3.1&token=10", (1180, 900), 1.0),
     "rest": ("body", "view=head&heads=4.5&token=10", (1240, 860), 1.5),
 }
 

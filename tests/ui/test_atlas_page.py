@@ -31,3 +31,35 @@ def test_atlas_page_shows_the_numbers_of_the_atlas(tab: Callable[..., Any], tmp_
     assert cells.nth(0).inner_text() == f"{atlas.scores['entropy']['self'][0, 0]:.2f}"
     assert shown.page.locator("svg text").count() == 72
     assert len(shown.requested) == 1  # itself
+
+
+def test_the_grid_of_an_atlas_is_one_stop_and_arrow_keys_move_in_it(tab: Callable[..., Any], tmp_path: Path) -> None:
+    atlas = bundled_atlas("minilm")
+    assert atlas is not None
+    save_page(atlas, tmp_path / "atlas.html")
+    shown = tab().page
+    shown.goto((tmp_path / "atlas.html").as_uri())
+    assert shown.locator(".grid button[tabindex='0']").count() == 1
+    shown.locator("#score").focus()
+    shown.keyboard.press("Tab")
+    for key in ("ArrowDown", "ArrowDown", "ArrowRight", "ArrowUp", "ArrowLeft", "ArrowLeft"):
+        shown.keyboard.press(key)
+    shown.keyboard.press("Enter")
+    assert shown.locator("#detail h2").inner_text().startswith("self 1.0: ")
+    shown.keyboard.press("Tab")
+    assert shown.evaluate("document.activeElement.closest('.grid')") is None
+
+
+def test_a_page_keeps_the_theme_that_was_chosen(tab: Callable[..., Any], tmp_path: Path) -> None:
+    atlas = bundled_atlas("minilm")
+    assert atlas is not None
+    save_page(atlas, tmp_path / "atlas.html")
+    shown = tab(color_scheme="light").page
+    shown.goto((tmp_path / "atlas.html").as_uri())
+    colour = "() => getComputedStyle(document.querySelector('.grid button')).backgroundColor"
+    light = shown.evaluate(colour)
+    shown.get_by_role("button", name="dark").click()
+    assert shown.evaluate(colour) != light and shown.locator("main").get_attribute("data-theme") == "dark"
+    shown.emulate_media(color_scheme="dark")
+    shown.emulate_media(color_scheme="light")
+    assert shown.locator("main").get_attribute("data-theme") == "dark"

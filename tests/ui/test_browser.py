@@ -490,6 +490,14 @@ def test_long_texts_state_how_exact_weights_are(
     assert "head 5.5 is not among them" in shown.locator(".hw-steps").inner_text()
 
 
+def test_pictures_of_a_long_text_are_drawn_one_after_the_other(tab: Any, tmp_path: Path, long: capture.Pass) -> None:
+    page.save(payload.data(long), tmp_path / "a.html")
+    shown = tab().open(tmp_path / "a.html")
+    assert shown.locator(".hw-map .cell canvas").count() == 72
+    drawn = "(side) => [...document.querySelectorAll('.hw-map .cell canvas')].every(({ width }) => width === side)"
+    shown.wait_for_function(drawn, arg=4)  # squares per side in the fixture; an empty canvas has 300 pixels
+
+
 def test_link_window_of_a_long_text_can_be_moved(
     tab: Any, tmp_path: Path, run: Callable[..., capture.Pass], monkeypatch: pytest.MonkeyPatch
 ) -> None:

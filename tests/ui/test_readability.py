@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,10 @@ from headwise.ui.atlas import save_page
 from headwise.ui.circuit_page import save_circuit_page
 from headwise.ui.image_capture import run_image
 from headwise.ui.recorder_page import save_training_page
+from headwise.ui.service import Service
 from helpers import small_checkpoints, vision_checkpoints
 from helpers.circuit_examples import CIRCUIT, head_effects
+from helpers.served_pages import served
 from helpers.training import log_header, logged_layers
 
 ANIMAL = "The animal didn't cross the street because it was too tired."
@@ -46,6 +48,13 @@ VIEWS = {  # page: states of the view that are looked at
     "training log": ("",),
     "pruning": ("",),
 }  # fmt: skip
+SERVED = {  # state of a page with a model behind it: what to wait for
+    "": ".hw-map .cell",
+    "off=2.3&paint=value&text=She+sat+down.": "[data-effect]",
+    "view=compare&text=She+sat+down.&text2=She+stood+up.": ".hw-compare .cell",
+    "view=causes&model=tiny&text=The+animal+was+too": ".hw-causes .cell",
+    "view=causes": ".hw-refusal",
+}
 # text nodes that can be seen, each with the contrast of its ink on what is behind it
 CONTRASTS = """() => {
   const pen = Object.assign(document.createElement("canvas"), { width: 1, height: 1 }).getContext("2d",
@@ -138,12 +147,19 @@ def pages(run: Callable[..., capture.Pass], tmp_path_factory: pytest.TempPathFac
     return paths
 
 
-def show(tab: Any, path: Path, state: str) -> Any:
+@pytest.fixture(scope="module")
+def url(minilm: tuple[Any, Any]) -> Iterator[str]:
+    lm = small_checkpoints.sharp(small_checkpoints.MODELS["gpt2"]()), small_checkpoints.byte_level()
+    with served(Service({"minilm": minilm, "tiny": lm})) as address:
+        yield address
+
+
+def show(tab: Any, address: str, state: str, ready: str = "h1") -> Any:
     """Open a page in a state; where it lists what was measured of a head, of one head."""
     shown = tab.page
     shown.goto("about:blank")
-    shown.goto(path.as_uri() + (f"#{state}" if state else ""))
-    shown.wait_for_selector("h1")
+    shown.goto(address + (f"#{state}" if state else ""))
+    shown.wait_for_selector(ready)
     tab.frame()
     if shown.locator("#detail").count():
         shown.locator(".grid button").nth(3).click()
@@ -155,7 +171,7 @@ def show(tab: Any, path: Path, state: str) -> Any:
 def test_all_text_has_enough_contrast(name: str, scheme: str, tab: Any, pages: dict[str, Path]) -> None:
     browser_tab = tab(color_scheme=scheme)
     for state in VIEWS[name]:
-        contrasts = show(browser_tab, pages[name], state).evaluate(CONTRASTS)
+        contrasts = show(browser_tab, pages[name].as_uri(), state).evaluate(CONTRASTS)
         pale = [(round(contrast, 2), text) for contrast, text in contrasts if contrast < LEAST_CONTRAST]
         assert len(contrasts) > 15 and pale == [], state
 
@@ -164,7 +180,17 @@ def test_all_text_has_enough_contrast(name: str, scheme: str, tab: Any, pages: d
 def test_a_window_of_400_pixels_does_not_scroll_sideways(name: str, tab: Any, pages: dict[str, Path]) -> None:
     browser_tab = tab(viewport={"width": 400, "height": 800})
     for state in VIEWS[name]:
-        shown = show(browser_tab, pages[name], state)
+        shown = show(browser_tab, pages[name].as_uri(), state)
+        assert shown.evaluate("document.documentElement.scrollWidth") <= 400, state
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_pages_of_a_server_are_readable_and_narrow(scheme: str, tab: Any, url: str) -> None:
+    browser_tab = tab(viewport={"width": 400, "height": 800}, color_scheme=scheme)
+    for state, ready in SERVED.items():
+        shown = show(browser_tab, url, state, ready)
+        pale = [(contrast, text) for contrast, text in shown.evaluate(CONTRASTS) if contrast < LEAST_CONTRAST]
+        assert pale == [], state
         assert shown.evaluate("document.documentElement.scrollWidth") <= 400, state
 
 

@@ -19,6 +19,7 @@ import headwise
 from headwise.ui import capture, connections, payload, server
 from headwise.ui.service import Service, parse_heads_off
 from helpers import small_checkpoints
+from helpers.served_pages import served
 
 ANIMAL = "The animal didn't cross the street because it was too tired."
 LM = "The animal was too"
@@ -440,26 +441,6 @@ def test_only_the_newest_passes_are_cached(minilm: tuple[Any, Any]) -> None:
 
 
 # --- the view with a model behind it ---
-
-
-class served:
-    """A real server on a free port."""
-
-    def __init__(self, service: Service, token: str | None = None) -> None:
-        import uvicorn
-
-        self.socket = server._listening_socket("127.0.0.1", 0)
-        config = uvicorn.Config(server.application(service, token=token), **connections.settings())
-        self.server = uvicorn.Server(config)
-        self.thread = threading.Thread(target=self.server.run, kwargs={"sockets": [self.socket]})
-
-    def __enter__(self) -> str:
-        self.thread.start()
-        return f"http://127.0.0.1:{self.socket.getsockname()[1]}/"
-
-    def __exit__(self, *error: Any) -> None:
-        self.server.should_exit = True
-        self.thread.join()
 
 
 @pytest.fixture(scope="module")

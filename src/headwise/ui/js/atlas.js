@@ -1,7 +1,7 @@
 // The atlas as a page: every head as a cell, coloured by one score; all scores of a chosen head; a table by role.
 import { h } from "./lib/dom.js";
 import { legend } from "./lib/heatmap.js";
-import { figure, headings, pageHeader, Theme } from "./lib/report.js";
+import { figure, headings, pageHeader, resetFocus, roveFocus, Theme } from "./lib/report.js";
 import { svg } from "./lib/svg.js";
 
 /**
@@ -85,6 +85,7 @@ function drawGrids() {
   const kinds = Object.entries(data.scores[select.value]);
   const [least, most] = extent();
   grids.replaceChildren(...kinds.map(([kind, { score }]) => grid(kind, score)));
+  resetFocus(grids);
   meaning.replaceChildren(
     h("h3", { text: select.value }),
     h("p", { text: data.meanings[select.value] || select.value }),
@@ -198,4 +199,5 @@ root.replaceChildren(
   roleTable(),
   ...Object.entries(data.maps).map(([kind, points]) => similarityMap(kind, points)),
 );
+roveFocus(grids);
 drawGrids();

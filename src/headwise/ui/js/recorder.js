@@ -2,7 +2,7 @@
 // the lines of a chosen head; the alarms.
 import { h } from "./lib/dom.js";
 import { legend } from "./lib/heatmap.js";
-import { figure, headings, pageHeader, Theme } from "./lib/report.js";
+import { figure, headings, pageHeader, resetFocus, roveFocus, Theme } from "./lib/report.js";
 import { svg } from "./lib/svg.js";
 import { linePath, nearestStep, share, stepShare, timeScale } from "./lib/timeline.js";
 
@@ -112,6 +112,7 @@ function alarmsOf(kind, layer, head) {
 function drawGrids() {
   cells = [];
   grids.replaceChildren(...Object.keys(data.statistics[select.value]).map(grid));
+  resetFocus(grids);
   const { low, high, logarithmic } = scaleOf(select.value);
   const scale = `The scale is the same in all steps${logarithmic ? ", and logarithmic" : ""}.`;
   meaning.replaceChildren(
@@ -268,4 +269,5 @@ root.replaceChildren(
     ),
   ),
 );
+roveFocus(grids);
 drawGrids();

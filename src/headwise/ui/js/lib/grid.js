@@ -14,6 +14,7 @@ import { format } from "./text.js";
 /** @import { Head, Layer, Run } from "./run.js" */
 
 const MOST_SCORES = 4; // that a tooltip lists; an atlas has dozens, then only the one that is shown
+const FRAME = 12; // milliseconds of drawing between two frames
 const ROWS = 6; // of a ranked grid, for the height of its cells
 
 /**
@@ -180,13 +181,37 @@ function gridCell(app, run, at, options, name, first) {
     },
   });
   const title = role || name;
-  if (thumbnails) cell.append(thumbnail(app, run, at));
+  if (thumbnails) cell.append(run.long ? drawLater(() => thumbnail(app, run, at)) : thumbnail(app, run, at));
   else if (!small) cell.append(...(title ? [h("small", { text: title })] : []), h("span", { text }));
   if (place >= 0 && chosen.length > 1) cell.style.setProperty("--hw-ring", css(headColours(app, run, chosen)[place]));
   return cell;
 }
 
-/** The matrix of a head; on an image, its weights to the patches. @param {App} app @param {Run} run @param {Head} at */
+/** @type {(() => void)[]} pictures that are still to be drawn */
+let waiting = [];
+
+/** An empty canvas that a picture replaces in one of the next frames: those of many heads of a long text take a second.
+ * @param {() => HTMLCanvasElement} draw @returns {HTMLCanvasElement} */
+function drawLater(draw) {
+  const place = h("canvas");
+  if (!waiting.length) requestAnimationFrame(drawWaiting);
+  waiting.push(() => {
+    if (place.isConnected) place.replaceWith(draw());
+  });
+  return place;
+}
+
+/** Draw for some milliseconds, and the rest in the next frame. */
+function drawWaiting() {
+  const end = performance.now() + FRAME;
+  let count = 0;
+  while (count < waiting.length && performance.now() < end) waiting[count++]();
+  waiting = waiting.slice(count);
+  if (waiting.length) requestAnimationFrame(drawWaiting);
+}
+
+/** The matrix of a head; on an image, its weights to the patches. @param {App} app @param {Run} run @param {Head} at
+ * @returns {HTMLCanvasElement} */
 function thumbnail(app, run, at) {
   const patches = patchWeights(run, at, app.state.token);
   const { rows, columns, values, top } = patches ?? run.thumbnail(at);

@@ -199,6 +199,7 @@ export class LinkDiagram {
     const focus = this.hover ?? pin;
     const colours = headColours(this.app, run, heads);
     const spread = Math.min(3.5, (ROW - 7) / heads.length); // the same link in several heads: side by side
+    const faint = 0.035 * Math.min(1, 3 / heads.length); // the other tokens' links, which add up over many heads
     /** @type {Record<Side, Map<number, Float32Array>>} */
     const strength = { from: new Map(), to: new Map() };
     /** @param {Side} side @param {number} token @param {number} head @param {number} weight */
@@ -218,7 +219,7 @@ export class LinkDiagram {
       const z = (j - first.to + 0.5) * ROW + aside;
       if (z < -ROW * 8 || z > height + ROW * 8) continue;
       const rgb = single ? this.app.colours.link : colours[head];
-      pen.strokeStyle = css(rgb, on ? 0.1 + 0.88 * weight : focus ? 0.035 : 0.1 * weight);
+      pen.strokeStyle = css(rgb, on ? 0.1 + 0.88 * weight : focus ? faint : 0.1 * weight);
       pen.lineWidth = on ? 0.7 + 5 * weight : 0.8;
       pen.beginPath();
       pen.moveTo(2, y);

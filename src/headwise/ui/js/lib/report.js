@@ -1,6 +1,7 @@
 // What the pages of an atlas and of a training log share: the head of the page, its theme, and cells in colours.
 import { css, inkOn, pick, ramp } from "./colour.js";
 import { h } from "./dom.js";
+import { arrowStep, consume } from "./keys.js";
 import { svg } from "./svg.js";
 
 const PALETTE = "sea";
@@ -61,6 +62,32 @@ export function pageHeader(theme, about, title) {
     h("span", { class: "soft", text: about }),
   );
   return h("header", {}, h("div", { class: "hw-title" }, brand, theme.button), h("h1", { text: title }));
+}
+
+/** Make tables of buttons one stop of the Tab key; inside, arrow keys move. @param {HTMLElement} box */
+export function roveFocus(box) {
+  const buttons = () => /** @type {HTMLElement[]} */ ([...box.querySelectorAll("td > button")]);
+  box.addEventListener("focusin", ({ target }) => {
+    for (const button of buttons()) button.tabIndex = button === target ? 0 : -1;
+  });
+  box.addEventListener("keydown", (event) => {
+    const step = arrowStep(event);
+    const cell = /** @type {HTMLElement} */ (event.target).closest("td");
+    if (!step || !cell) return;
+    const rows = [...box.querySelectorAll("tbody tr")];
+    const row = rows.findIndex((other) => other.contains(cell));
+    const column = [...rows[row].children].indexOf(cell) + step[1];
+    const next = rows[row + step[0]]?.children[column]?.querySelector("button");
+    /** @type {HTMLElement | null | undefined} */ (next)?.focus();
+    consume(event);
+  });
+}
+
+/** Let the first of new buttons be the stop. @param {HTMLElement} box */
+export function resetFocus(box) {
+  box.querySelectorAll("td > button").forEach((button, n) => {
+    /** @type {HTMLElement} */ (button).tabIndex = n ? -1 : 0;
+  });
 }
 
 /** Cells of headings. @param {string[]} names @param {string} scope "row" or "col" */
