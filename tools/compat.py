@@ -6,7 +6,7 @@
 Each environment is a folder that pip fills, with the wheel of dist/ (make wheels), and that is removed afterwards.
 PyTorch is installed without its dependencies: NVIDIA's libraries, gigabytes that its builds for CUDA need to be
 imported, are taken from the folder COMPAT_NVIDIA. An environment on aarch64 runs in qemu-user, with the root of a
-Debian arm64 system that has Python in COMPAT_AARCH64. Interpreters are looked up on the path, as python3.13, and in pyenv.
+Debian arm64 system that has Python in COMPAT_AARCH64. Interpreters are searched on the path (python3.13) and in pyenv.
 """
 
 from __future__ import annotations
@@ -57,9 +57,7 @@ ENVIRONMENTS = (
     Environment("3.11", "2.13.0", "5.15.0"),
     Environment("3.11", "2.13.0", "5.22.2"),
     Environment("3.11", "2.14.1", "5.23.0"),
-    Environment("3.12", "2.15.0", "5.23.0"),
     Environment("3.13", "2.15.0", "5.23.0"),
-    Environment("3.14", "2.15.0", "5.23.0"),
     Environment("3.15", "2.15.0", "5.23.0"),
 )
 
@@ -104,21 +102,17 @@ def run_environment(environment: Environment) -> str:
 
 
 def install(interpreter: list[str], site: str, packages: list[str]) -> str | None:
-    """Fill a folder by pip, with wheels only. Returns None, or the last line of what pip said."""
-    pip = os.environ.get("COMPAT_PIP", "")  # a wheel of pip, for an interpreter without it
-    command = [
-        *interpreter,
-        "-m",
-        "pip",
-        "install",
-        "-q",
-        "--upgrade",
-        "--target",
-        site,
-        "--only-binary=:all:",
-        *packages,
-    ]
-    variables = {**os.environ, "PYTHONPATH": pip}
+    """Fill a folder with wheels, by uv where it is installed, else by pip. Returns None, or an error's last line."""
+    uv = shutil.which("uv")
+    if uv and len(interpreter) == 1:
+        command = [uv, "pip", "install", "-q", "--python", interpreter[0], "--index-strategy", "unsafe-best-match"]
+    else:
+        command = [*interpreter, "-m", "pip", "install", "-q", "--upgrade"]
+    variables = {
+        **os.environ,
+        "PYTHONPATH": os.environ.get("COMPAT_PIP", ""),
+    }  # a wheel of pip, for a Python without it
+    command += ["--target", site, "--only-binary=:all:", *packages]
     process = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
     return process.stderr.strip().splitlines()[-1] if process.returncode else None
 

@@ -142,7 +142,7 @@ def check_library(name: str, data: bytes) -> str:
     libraries = [getattr(library, "name", library) for library in binary.libraries]
     if isinstance(binary, lief.MachO.Binary):
         libraries.remove(f"@rpath/{hatch_build.binary_name(name)}")  # its own name
-        assert binary.has_code_signature  # without one, arm64 loads nothing
+        assert binary.has_code_signature or "arm64" not in name  # macOS on arm64 loads nothing without one
     foreign = [library for library in libraries if not re.fullmatch(platform.libraries, library)]
     assert not foreign, foreign
     return oldest_system(name, binary)
@@ -189,7 +189,7 @@ def check_wheel(name: str, path: Path) -> dict[str, object]:
         assert not leaks, (file, leaks)
     kernel = files[kernel_path(name)]
     if name == ANY:
-        return {"size": size, "kernel": 0, "oldest": "", "sets": ""}
+        return {"size": size, "kernel": 0, "oldest": ""}
     assert hatch_build.source_hash().encode() in kernel, "built from another source"
     oldest = check_library(name, kernel)
     if "linux" in name:
