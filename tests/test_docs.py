@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import subprocess
 import sys
@@ -84,10 +85,10 @@ def staged_files(folder: Path) -> None:
 def test_the_navigation_has_every_page_once(tmp_path: Path) -> None:
     staged_files(tmp_path)
     (tmp_path / "new_feature.md").touch()
-    sections = {title: pages for section in site.navigation(tmp_path) for title, pages in section.items()}
+    sections = site.navigation(tmp_path)
     listed = [page for pages in sections.values() for page in pages]
     assert sorted(listed) == sorted(page.relative_to(tmp_path).as_posix() for page in tmp_path.rglob("*.md"))
-    assert "new_feature.md" in sections[site.HOW_TO]
+    assert "new_feature.md" in sections[site.HOW_TO] and set(site.TITLES) <= set(listed)
     (tmp_path / "install.md").unlink()
     with pytest.raises(SystemExit, match="names install.md, and there is no such page"):
         site.navigation(tmp_path)
@@ -116,9 +117,25 @@ def test_the_api_reference_has_every_public_name_once() -> None:
     assert reference.OTHERS not in reference.api_pages(), "give the new module a page in tools/docs_reference.py"
 
 
-def test_every_public_function_and_class_has_a_docstring() -> None:
+def test_every_public_name_is_documented_with_an_example() -> None:
     values = {name: getattr(headwise, name) for name in headwise.__all__ if name != "__version__"}
     assert [name for name, value in values.items() if not (value.__doc__ or "").strip()] == []
+    errors = {name for name, value in values.items() if inspect.isclass(value) and issubclass(value, Exception)}
+    missing = {name for name, value in values.items() if "Example:" not in (value.__doc__ or "")}
+    assert missing - errors - set(headwise._MODULES) == set()
+
+
+def test_functions_with_many_arguments_describe_them_and_what_they_return_and_raise() -> None:
+    functions = {name: getattr(headwise, name) for name in headwise.__all__}
+    long = {
+        name: value.__doc__
+        for name, value in functions.items()
+        if inspect.isfunction(value) and len(inspect.signature(value).parameters) > 3
+    }
+    missing = [
+        (name, part) for name, doc in long.items() for part in ("Args:", "Returns:", "Raises:") if part not in doc
+    ]
+    assert missing == []
 
 
 def test_the_command_reference_has_every_command_as_help_prints_it() -> None:

@@ -11,14 +11,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import http.server
-import os
-import shutil
 import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from chromium import MISSING, find_chromium
 from playwright.sync_api import Browser, ConsoleMessage, Page, Request, sync_playwright
 
 SITE = Path(__file__).parents[1] / "build" / "site"
@@ -137,9 +136,9 @@ def main(folder: Path | None = None) -> None:
     pages = sorted(page.relative_to(SITE).as_posix() for page in SITE.rglob("*.html") if "live" not in page.parts)
     if not pages:
         sys.exit("there is no site; build it with: make docs")
-    chromium = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
+    chromium = find_chromium()
     if chromium is None:
-        sys.exit("Chromium is missing; get it with: apt-get install -y chromium")
+        sys.exit(MISSING)
     with server(SITE) as address, sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-gpu"])
         problems = check_pages(browser, address, pages, WIDTHS["wide"])

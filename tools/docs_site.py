@@ -32,7 +32,7 @@ OTHER_PAGES = {
     "CONTRIBUTING.md": "contributing.md",
     "SECURITY.md": "security.md",
     "CODE_OF_CONDUCT.md": "conduct.md",
-    "benchmarks/README.md": "benchmarks/README.md",
+    "benchmarks/README.md": "benchmarks/method.md",
     "benchmarks/results/pruning.md": "benchmarks/pruning.md",
 }
 HOW_TO = "How to"
@@ -50,10 +50,22 @@ NAVIGATION: dict[str, tuple[str, ...]] = {
     "Reference": ("attention.md", "models.md", COMMANDS, "file_formats.md"),
     "API": (f"{API}/*.md",),
     "About": (
-        "benchmarks.md", "benchmarks/README.md", "benchmarks/pruning.md", "limits.md", "exactness.md", "versions.md",
+        "benchmarks.md", "benchmarks/method.md", "benchmarks/pruning.md", "limits.md", "exactness.md", "versions.md",
         "changelog.md", "contributing.md", "releasing.md", "security.md", "conduct.md",
     ),
 }  # fmt: skip
+
+# Names of pages in the navigation, where they differ from the heading.
+TITLES = {
+    "recorder.md": "Train with the recorder",
+    "watching.md": "Watch and mask any model",
+    "circuits.md": "Find the heads behind an answer",
+    "head_matrices.md": "Read a head's matrices",
+    "cards.md": "Read a model card",
+    "scale.md": "Scale out",
+    "benchmarks/method.md": "How speed is measured",
+    "benchmarks/pruning.md": "Pruning on real weights",
+}
 
 FENCE = re.compile(r"^(```|~~~)")
 LINK = re.compile(r"(!?\[(?:[^\[\]]|\[[^\[\]]*\])*\]\()([^()\s#]+)((?:#[^()\s]*)?\))")
@@ -192,7 +204,7 @@ def stage(live: bool = True) -> None:
         write_live_pages(STAGE / LIVE)
 
 
-def navigation(folder: Path) -> list[dict[str, list[str]]]:
+def navigation(folder: Path) -> dict[str, list[str]]:
     """The sections of the site with their pages; every page of the folder is in one of them."""
     sections = {
         title: [page for pattern in patterns for page in _matches(folder, pattern)]
@@ -201,7 +213,7 @@ def navigation(folder: Path) -> list[dict[str, list[str]]]:
     listed = {page for pages in sections.values() for page in pages}
     every = sorted(page.relative_to(folder).as_posix() for page in folder.rglob("*.md"))
     sections[HOW_TO] += [page for page in every if page not in listed]
-    return [{title: pages} for title, pages in sections.items()]
+    return sections
 
 
 def _matches(folder: Path, pattern: str) -> list[str]:
@@ -222,7 +234,10 @@ def config() -> dict[str, Any]:
         "INHERIT": os.path.relpath(ROOT / "mkdocs.yml", CONFIG.parent),
         "docs_dir": str(STAGE),
         "site_dir": str(SITE),
-        "nav": navigation(STAGE),
+        "nav": [
+            {section: [{TITLES[page]: page} if page in TITLES else page for page in pages]}
+            for section, pages in navigation(STAGE).items()
+        ],
     }
 
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import tempfile
 from pathlib import Path
 
+from chromium import MISSING, find_chromium
 from playwright.sync_api import sync_playwright
 
 import headwise
@@ -23,9 +22,9 @@ PICTURES = {  # name: CSS selector, the page's state, window size, device pixels
 
 
 def main() -> None:
-    chromium = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
+    chromium = find_chromium()
     if chromium is None:
-        raise SystemExit("Chromium is missing; get it with: apt-get install -y chromium")
+        raise SystemExit(MISSING)
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
         file = Path(folder) / "page.html"
         seen = capture.run(model=headwise.load(), tokenizer=headwise.tokenizer(), name="minilm")

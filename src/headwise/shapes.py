@@ -32,7 +32,12 @@ _KINDS: dict[str, tuple[str | None, ...]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """Everything needed to build a stack, or to count its parameters without building it."""
+    """Everything needed to build a stack, or to count its parameters without building it.
+
+    Example:
+        >>> small = headwise.Shape(layers=2, heads=headwise.Heads.split(32, 4), ffn=128, vocab=100, head="tied")
+        >>> decoder = headwise.Decoder(small)
+    """
 
     layers: int
     heads: Heads
@@ -243,6 +248,9 @@ PRESETS: dict[str, Preset] = {
 
 def shape(name: str) -> Shape:
     """A famous shape by its name, such as "bert-base" or "llama2-7b".
+
+    Raises:
+        UnsupportedError: for a name that is not known; the message lists those that are.
 
     Example:
         >>> headwise.shape("gpt2").parameters()["total"]

@@ -132,6 +132,13 @@ def weights(
 
     The other arguments are those of `attend`.
 
+    Returns:
+        The weights before dropout; each row sums to one, or to zero.
+
+    Raises:
+        ShapeError: sizes, dtypes or devices do not fit.
+        MaskError: mask, window, keep_first, starts, lengths or offset are not as described.
+
     Example:
         >>> headwise.weights(q, k, rows=-1, heads=[0, 3], causal=True)[0, 1, 0]  # head 3, last query: (Tk,)
     """
@@ -181,6 +188,10 @@ def head_stats(
     Returns:
         The output (B, Hq, Tq, Dv) and a `HeadStats`.
 
+    Raises:
+        ShapeError: sizes, dtypes or devices do not fit.
+        MaskError: mask, window, keep_first, starts, lengths or offset are not as described.
+
     Example:
         >>> out, stats = headwise.head_stats(q, k, v, causal=True, classes={"delimiter": is_delimiter})
         >>> stats.entropy, stats.share("delimiter")  # (Hq,) each, the mean over all queries
@@ -204,6 +215,19 @@ def explain(q: Tensor, k: Tensor, v: Tensor, **options: Unpack[AttendOptions[Ten
     """Which backend attend would use for these arguments, and why no faster one.
 
     Takes the arguments of `attend` and computes nothing.
+
+    Args:
+        q: queries, as in `attend`.
+        k: keys.
+        v: values.
+        options: the other arguments of `attend`.
+
+    Returns:
+        One line: the backend, and the reason.
+
+    Raises:
+        ShapeError: sizes, dtypes or devices do not fit.
+        MaskError: mask, window, keep_first, starts, lengths or offset are not as described.
 
     Example:
         >>> headwise.explain(q, k, v, causal=True)

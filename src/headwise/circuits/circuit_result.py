@@ -78,6 +78,11 @@ class Circuit:
         prompts: the number of pairs.
         method: how edges were scored.
         notes: what to know about the numbers.
+
+    Example:
+        >>> circuit = headwise.circuit(model, clean, corrupted, metric, tokenizer=tokenizer)
+        >>> circuit.faithfulness, circuit.heads
+        >>> circuit.save("circuit.json")
     """
 
     edges: tuple[Edge, ...]

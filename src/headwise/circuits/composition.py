@@ -47,6 +47,10 @@ class Composition:
     `heads[v]`; "query" has QK_v transposed, "value" has OV_v. NaN where v does not read what u writes: it is not in a
     later layer of the same stack, or one of the two is a head of zeros. 1 / sqrt(d) is the root mean square of the
     ratio when one of the two matrices is rotated at random, whatever its singular values.
+
+    Example:
+        >>> composition = headwise.composition(model)
+        >>> composition.strongest(10, "key")  # pairs of heads: the later one's keys read what the earlier one writes
     """
 
     model: str

@@ -26,6 +26,10 @@ class HeadMatrices:
     A head that attends from token i to token j writes OV x_j into the stream of token i, and its score for the pair is
     x_i^T QK x_j, before biases and before the layer's scale. What the factors include is said by `norm`, `rotation`
     and `notes`.
+
+    Example:
+        >>> head = headwise.head_matrices(model, 27, 3, tokenizer=tokenizer)
+        >>> head.copying.score, head.token_effect(" Monday", 4).raised
     """
 
     kind: str

@@ -58,6 +58,10 @@ def inspect(
     Returns:
         an Inspection; with `against`, a Comparison of two; with `image`, an ImageInspection.
 
+    Raises:
+        HeadwiseError: for a text that is empty or too long, or a word that is not in it.
+        UnsupportedError: for a model whose attention was not seen.
+
     Example:
         >>> headwise.inspect("The cat sat on the mat because it was soft.", token="it")
         >>> headwise.inspect("It was too tired.", model="smollm2", against="It was too wide.")

@@ -69,6 +69,9 @@ def restore_attention(model: Model) -> Model:
 
     Returns:
         The same model.
+
+    Example:
+        >>> headwise.restore_attention(headwise.replace_attention(model))
     """
     _check_module("restore_attention", model)
     ours = [x for x in _attention_modules(model) if isinstance(x[1], HeadwiseMultiheadAttention)]

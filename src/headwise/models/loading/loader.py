@@ -58,6 +58,9 @@ def load(
         into: for a directory that headwise.save wrote of a class which headwise cannot build: the model before any
             pruning. The result is a copy of it, with the heads and weights of the file.
 
+    Returns:
+        The model.
+
     Raises:
         CheckpointError: for a checkpoint that is missing, incomplete, or does not fit its config.
         UnsupportedError: for a model type that transformers does not know.
@@ -129,6 +132,9 @@ def tokenizer(name: str | os.PathLike[str] = DEFAULT, *, trust_remote_code: bool
     Args:
         name: as `load` takes it.
         trust_remote_code: whether a tokenizer's own Python code may run.
+
+    Returns:
+        transformers' tokenizer.
 
     Raises:
         CheckpointError: for a directory without a tokenizer.

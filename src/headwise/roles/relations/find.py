@@ -100,6 +100,9 @@ def relations(
     Returns:
         Relations, with one row per relation: head, accuracy, interval, verdict.
 
+    Raises:
+        HeadwiseError: where no sentence has a link that the model can follow.
+
     Example:
         >>> from headwise.roles.relations import probe_sentences
         >>> sentences = [sentence for sentence in probe_sentences() if "objects" in sentence.document]
