@@ -200,6 +200,14 @@ def test_the_increase_of_the_loss_is_compared_with_random_choice() -> None:
     assert ratio.low == pytest.approx(0.5 / 3) and ratio.high == pytest.approx(0.5), "the draws are resampled"
 
 
+def test_one_piece_of_text_has_no_interval_over_pieces() -> None:
+    full = np.array([2.0])
+    losses = {FULL: full, PLAN: 1.005 * full, ALL: 1.1 * full, RANDOM: np.stack([1.01 * full, 1.03 * full])}
+    report = make_report(losses=losses)
+    assert report.verdict().endswith("and the loss changes by +0.50%.") and "nan" not in stream_document(report).text()
+    assert report.to_json()["loss_change"][PLAN] == {"value": pytest.approx(0.005), "low": None, "high": None}
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

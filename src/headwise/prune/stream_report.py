@@ -137,7 +137,7 @@ class StreamReport:
             return f"Not worth it: {'; '.join(reasons)}."
         return (
             f"Worth it by the rule below: at {self.options.length:,} tokens the cache is {share:.2f} of the full one, "
-            f"and the loss changes by {change}."
+            f"and the loss changes by {_interval_words(change)}."
         )
 
     def speed(self) -> list[str]:
