@@ -44,7 +44,11 @@ def logits(model: Any) -> torch.Tensor:
 def test_an_uneven_model_is_read_again_with_its_heads(model_type: str, tied: bool, tmp_path: Path) -> None:
     pruned = headwise.prune_heads(load_small(tmp_path, model_type, tie_word_embeddings=tied), UNEVEN)
     saved = headwise.save(pruned, tmp_path / "model.gguf")
-    assert saved.form == "gguf" and saved.difference == 0 and "headwise.load has read it, and llama.cpp reads this architecture" in str(saved)
+    assert (
+        saved.form == "gguf"
+        and saved.difference == 0
+        and "headwise.load has read it, and llama.cpp reads this architecture" in str(saved)
+    )
     reloaded = headwise.load(tmp_path / "model.gguf")
     assert all(torch.equal(reloaded.state_dict()[name], x) for name, x in pruned.state_dict().items())
     assert error(logits(reloaded), logits(pruned)) < CLOSE[torch.float32]
