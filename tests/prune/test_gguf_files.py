@@ -44,7 +44,11 @@ def logits(model: Any) -> torch.Tensor:
 def test_an_uneven_model_is_read_again_with_its_heads(model_type: str, tied: bool, tmp_path: Path) -> None:
     pruned = headwise.prune_heads(load_small(tmp_path, model_type, tie_word_embeddings=tied), UNEVEN)
     saved = headwise.save(pruned, tmp_path / "model.gguf")
-    assert saved.form == "gguf" and saved.difference == 0 and "llama.cpp and headwise.load read it" in str(saved)
+    assert (
+        saved.form == "gguf"
+        and saved.difference == 0
+        and "headwise.load has read it, and llama.cpp reads this architecture" in str(saved)
+    )
     reloaded = headwise.load(tmp_path / "model.gguf")
     assert all(torch.equal(reloaded.state_dict()[name], x) for name, x in pruned.state_dict().items())
     assert error(logits(reloaded), logits(pruned)) < CLOSE[torch.float32]
@@ -147,6 +151,16 @@ def test_a_copy_that_was_saved_before_takes_another_files_tokenizer(tmp_path: Pa
     headwise.save(reloaded, tmp_path / "model.gguf", source=tmp_path / "source.gguf")
     assert error(logits(headwise.load(tmp_path / "model.gguf")), logits(pruned)) < CLOSE[torch.float32]
     assert '"mit"' in (tmp_path / "directory" / "README.md").read_text()
+
+
+def test_a_model_whose_config_has_fewer_heads_already_is_written(tmp_path: Path) -> None:
+    """It was pruned evenly, saved plain and loaded before it was pruned unevenly."""
+    model = load_small(tmp_path)
+    assert headwise.save(headwise.prune_heads(model, EVEN), tmp_path / "even").form == "plain"
+    twice = headwise.prune_heads(headwise.load(tmp_path / "even"), {1: [0, 1]})
+    headwise.save(twice, tmp_path / "model.gguf", source=tmp_path / "source.gguf")
+    with headwise.mask_heads(model, {0: [0, 1], 1: [0, 1, 2, 3], 2: [4, 5]}):
+        assert error(logits(headwise.load(tmp_path / "model.gguf")), logits(model)) < CLOSE[torch.float32]
 
 
 def test_a_source_that_changed_is_refused(tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ from ..loading.source import model_source
 from ..structure.projections import projections
 from ..structure.sites import attention_sites
 from .dummy_inputs import close, difference, dummy_inputs
+from .plain_config import full_config
 from .pruned_directory import build_record, tied_names
 
 Precision = Literal["f32", "f16", "bf16", "q8_0"]
@@ -125,9 +126,11 @@ def _target(model: Any, precision: Precision | None) -> GgufTarget:
     narrow = query[0] * head_dim != config.hidden_size
     if uneven or (output_bias and architecture not in OUTPUT_BIAS) or (narrow and architecture in AS_WIDE_AS_MODEL):
         if any(gguf_name(key) and "_norm.weight" in key and "self_attn" in key for key in model.state_dict()):
+            problem = "its layers have different numbers of heads" if uneven else "it has a bias of W_O"
+            remedy = "; use form='zeroed'" if not output_bias else ""
             raise UnsupportedError(
-                f"{name} cannot be written as GGUF: its layers have different numbers of heads or a bias of W_O, and "
-                f"llama.cpp reads these only for models without norms of queries and keys; use form='zeroed'"
+                f"{name} cannot be written as GGUF: {problem}, which llama.cpp reads only for models without norms of "
+                f"queries and keys{remedy}"
             )
         architecture = PER_LAYER
     return GgufTarget(architecture, query, kv, head_dim, precision or LOSSLESS[model.dtype])
@@ -259,7 +262,8 @@ def _write_metadata(writer: Any, model: Any, target: GgufTarget, source: Any, re
     writer.add_rope_freq_base(float(config.rope_parameters["rope_theta"]))
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_string(RECORD_KEY, json.dumps(record))
-    description = config.to_dict() | {"architectures": [record["class"]]}
+    cls, whole = full_config(model)  # which the record starts from
+    description = whole.to_dict() | {"architectures": [cls.__name__]}
     writer.add_string(CONFIG_KEY, json.dumps({k: x for k, x in description.items() if not k.startswith("_")}))
 
 

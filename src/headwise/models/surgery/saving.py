@@ -166,7 +166,7 @@ def _save_gguf(
     restored = restore_heads(model) if form == "zeroed" else model
     tokenizer = None if source is None else Path(os.fspath(source)).expanduser()
     target, distance = write_gguf(model, restored, file, form or "compact", precision, tokenizer)
-    why = f"{target.describe()}; llama.cpp and headwise.load read it"
+    why = f"{target.describe()}; headwise.load has read it, and llama.cpp reads this architecture"
     return SaveResult(path, "gguf", why, f"headwise.load({path!r})", distance)
 
 
