@@ -424,6 +424,21 @@ def test_compare_shows_two_texts_and_their_difference(
     )
 
 
+def test_compare_of_long_texts_opens_on_the_head_whose_statistic_changed_most(
+    tab: Any, tmp_path: Path, run: Callable[..., capture.Pass], monkeypatch: pytest.MonkeyPatch, minilm: tuple[Any, Any]
+) -> None:
+    monkeypatch.setattr(pack, "EXACT", 0)
+    monkeypatch.setattr(pack, "BYTES", 0)
+    page.save(payload.data([run(), run(WIDE)]), tmp_path / "a.html")
+    shown = tab().open(tmp_path / "a.html")
+    comparison = headwise.inspect(ANIMAL, minilm[0], tokenizer=minilm[1], against=WIDE)
+    layer, head = divmod(int(abs(comparison.difference("entropy")).argmax()), 12)
+    before, after = (each.table("entropy")[layer, head] for each in (comparison.first, comparison.second))
+    lead = f"entropy {before:.2f} → {after:.2f} in head {layer}.{head}, more than in any other head."
+    assert shown.locator(".hw-findings").inner_text() == lead
+    assert shown.locator(".hw-compare .cell.chosen").first.get_attribute("data-head") == f"{layer}.{head}"
+
+
 def test_compare_shows_heads_off(tab: Any, tmp_path: Path, run: Callable[..., capture.Pass]) -> None:
     page.save(payload.data([run(off={3: [1]}), run()]), tmp_path / "off.html")
     shown = tab().open(tmp_path / "off.html")
