@@ -87,6 +87,19 @@ def test_map_shows_every_statistic_of_every_head(tab: Any, sentence: Path, inspe
     assert "previous token: ≥ 0.50" in note
 
 
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_head_with_a_value_near_zero_has_a_border(scheme: str, tab: Any, sentence: Path, inspected: Any) -> None:
+    assert inspected.table("entropy")[0, 2] < 0.005
+    shown = tab(color_scheme=scheme).open(sentence, "paint=value&heads=5.5")
+    border, ground = shown.locator(".hw-map .cell[data-head='0.2']").evaluate(
+        """(cell) => [
+            getComputedStyle(cell).borderTopColor,
+            getComputedStyle(cell.closest(".headwise")).backgroundColor,
+          ].map((colour) => colour.match(/\\d+/g).slice(0, 3).map(Number))"""
+    )
+    assert max(abs(a - b) for a, b in zip(border, ground, strict=True)) > 40  # of 255
+
+
 def test_map_can_be_sorted_and_drawn_by_kind_or_thumbnails(tab: Any, sentence: Path, inspected: Any) -> None:
     shown = tab().open(sentence)
     assert shown.get_by_role("radio", name="where it looks").is_checked()
