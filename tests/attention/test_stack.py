@@ -12,9 +12,11 @@ from headwise.attention.checkpoints.architectures import ARCHITECTURES
 from headwise.attention.checkpoints.famous import SAME_SHAPE, famous_shape
 from headwise.attention.nn.positions import Rotary
 from headwise.attention.nn.stack import FeedForward
+from headwise.card.sources import gguf
 from headwise.card.sources.presets import FAMOUS
 from headwise.errors import HeadwiseError, UnsupportedError
 from headwise.heads import Heads
+from headwise.models.loading.locate import BUNDLED
 from headwise.shapes import PRESETS, Shape
 
 WIDTH, TOKENS, BATCH, VOCAB = 12, 7, 3, 29
@@ -464,6 +466,13 @@ def test_llama_3_has_its_own_rotary_frequencies():
     first, second = famous_shape("llama3-8b"), famous_shape("llama3.1-8b")
     assert dict(first.rope) == {"rope_theta": 500_000.0}
     assert dict(second.rope)["factor"] == 8.0 and dict(second.rope)["rope_type"] == "llama3"
+
+
+def test_the_shape_of_smollm2_has_the_frequencies_of_its_bundled_file():
+    header, _ = gguf.read(BUNDLED["smollm2"].path())
+    shape = famous_shape("smollm2-135m")
+    assert dict(shape.rope) == {"rope_theta": header["llama.rope.freq_base"]}
+    assert shape.norm_eps == pytest.approx(header["llama.attention.layer_norm_rms_epsilon"], rel=2**-23)
 
 
 def test_an_unknown_name_suggests_famous_ones():

@@ -87,6 +87,19 @@ def test_map_shows_every_statistic_of_every_head(tab: Any, sentence: Path, inspe
     assert "previous token: ≥ 0.50" in note
 
 
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_head_with_a_value_near_zero_has_a_border(scheme: str, tab: Any, sentence: Path, inspected: Any) -> None:
+    assert inspected.table("entropy")[0, 2] < 0.005
+    shown = tab(color_scheme=scheme).open(sentence, "paint=value&heads=5.5")
+    border, ground = shown.locator(".hw-map .cell[data-head='0.2']").evaluate(
+        """(cell) => [
+            getComputedStyle(cell).borderTopColor,
+            getComputedStyle(cell.closest(".headwise")).backgroundColor,
+          ].map((colour) => colour.match(/\\d+/g).slice(0, 3).map(Number))"""
+    )
+    assert max(abs(a - b) for a, b in zip(border, ground, strict=True)) > 40  # of 255
+
+
 def test_map_can_be_sorted_and_drawn_by_kind_or_thumbnails(tab: Any, sentence: Path, inspected: Any) -> None:
     shown = tab().open(sentence)
     assert shown.get_by_role("radio", name="where it looks").is_checked()
@@ -422,6 +435,21 @@ def test_compare_shows_two_texts_and_their_difference(
     assert (
         "first" in shown.locator(".hw-voice").inner_text() and "difference" in shown.locator(".hw-voice").inner_text()
     )
+
+
+def test_compare_of_long_texts_opens_on_the_head_whose_statistic_changed_most(
+    tab: Any, tmp_path: Path, run: Callable[..., capture.Pass], monkeypatch: pytest.MonkeyPatch, minilm: tuple[Any, Any]
+) -> None:
+    monkeypatch.setattr(pack, "EXACT", 0)
+    monkeypatch.setattr(pack, "BYTES", 0)
+    page.save(payload.data([run(), run(WIDE)]), tmp_path / "a.html")
+    shown = tab().open(tmp_path / "a.html")
+    comparison = headwise.inspect(ANIMAL, minilm[0], tokenizer=minilm[1], against=WIDE)
+    layer, head = divmod(int(abs(comparison.difference("entropy")).argmax()), 12)
+    before, after = (each.table("entropy")[layer, head] for each in (comparison.first, comparison.second))
+    lead = f"entropy {before:.2f} → {after:.2f} in head {layer}.{head}, more than in any other head."
+    assert shown.locator(".hw-findings").inner_text() == lead
+    assert shown.locator(".hw-compare .cell.chosen").first.get_attribute("data-head") == f"{layer}.{head}"
 
 
 def test_compare_shows_heads_off(tab: Any, tmp_path: Path, run: Callable[..., capture.Pass]) -> None:

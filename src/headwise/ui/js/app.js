@@ -1,7 +1,7 @@
 // The page: one state, and the views that show it.
 // The contract is anywidget's: export default { render({ model, el }) }.
 
-import { largestChange } from "./lib/changes.js";
+import { largestChange, mostChangedHead } from "./lib/changes.js";
 import { category, oklch, PALETTES } from "./lib/colour.js";
 import { changedText, choice, h, keepFocus, Tooltip } from "./lib/dom.js";
 import { arrowStep, consume } from "./lib/keys.js";
@@ -146,8 +146,8 @@ export class App {
   /** Choose the head that differs most between two passes. */
   _chooseChange() {
     const [a, b] = this.runs;
-    const change = b && largestChange(a, b, "words");
-    if (change) this.state.heads = [change.at];
+    const at = b && (largestChange(a, b, "words")?.at ?? mostChangedHead(a, b, this.state.stat));
+    if (at) this.state.heads = [at];
   }
 
   // --- with a model behind the page ---

@@ -1,5 +1,7 @@
 // What changed between two passes: the parts of their texts that differ, and the weight that changed most.
 
+import { difference, headValues, rankedHeads } from "./scores.js";
+
 /** @import { Head, Run, Unit } from "./run.js" */
 
 /**
@@ -107,4 +109,13 @@ function comparedWords(a, b, unit, row, side) {
 function pairName(a, b, unit, row, side, [i, j]) {
   const [first, second] = [a.names(row, side, unit)[i], b.names(row, side, unit)[j]];
   return first === second ? first : `${first}/${second}`;
+}
+
+/** The head whose statistic or score changed most, for passes whose weights cannot be compared one by one.
+ * @param {Run} a @param {Run} b @param {string} stat @returns {Head | null} */
+export function mostChangedHead(a, b, stat) {
+  if (!sameShape(a, b)) return null;
+  const changes = difference(headValues(a, stat), headValues(b, stat));
+  const sizes = changes.map((row) => row.map((change) => (change === null ? null : Math.abs(change))));
+  return rankedHeads(sizes, false)[0] ?? null;
 }

@@ -13,13 +13,13 @@ export class Theme {
     this.root = root;
     this.redraw = redraw;
     this.dark = window.matchMedia("(prefers-color-scheme: dark)");
-    this.dark.addEventListener("change", () => this._set(this.name));
+    this.dark.addEventListener("change", () => this._apply());
     /** @type {"light" | "dark" | null} */
     this.chosen = null;
     this.button = h("button", {
       type: "button",
       class: "hw-small",
-      on: { click: () => this._set(this.name === "dark" ? "light" : "dark", true) },
+      on: { click: () => this._choose() },
     });
     this._label();
   }
@@ -29,9 +29,12 @@ export class Theme {
     return this.chosen ?? (this.dark.matches ? "dark" : "light");
   }
 
-  /** @param {"light" | "dark"} name @param {boolean} [chosen] */
-  _set(name, chosen = false) {
-    if (chosen) this.chosen = name;
+  _choose() {
+    this.chosen = this.name === "dark" ? "light" : "dark";
+    this._apply();
+  }
+
+  _apply() {
     this._label();
     this.redraw();
   }

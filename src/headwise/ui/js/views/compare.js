@@ -1,5 +1,5 @@
 // Two passes beside each other, and what changed: another text, another model, or the same with some heads off.
-import { largestChange, sameShape } from "../lib/changes.js";
+import { largestChange, mostChangedHead, sameShape } from "../lib/changes.js";
 import { pick, ramp } from "../lib/colour.js";
 import { changedText, h, notesText, select, tokenElement } from "../lib/dom.js";
 import { grid, moveFocus } from "../lib/grid.js";
@@ -46,6 +46,8 @@ export class CompareView {
     this.head = h("div", {});
     this.matrices = h("div", { class: "hw-three" }, ...this.panels);
     this.message = h("div", {});
+    /** @type {{ a: Run, b: Run, unit: Unit, change: Change | null } | null} */
+    this.computed = null;
     /** @type {HTMLElement} */
     this.el = h(
       "div",
@@ -88,8 +90,8 @@ export class CompareView {
   _findings(a, b) {
     const { app, unit } = this;
     const own = largestChange(a, b, unit, this._at(0));
-    const most = largestChange(a, b, unit);
-    if (!own || !most) return [];
+    const most = this._largestChange(a, b);
+    if (!own || !most) return this._statFinding(a, b);
     const same = String(own.at) === String(most.at);
     const findings = [
       h("p", { class: "hw-lead first" }, ...changeWords(a, own), same ? ", more than in any other head." : "."),
@@ -114,6 +116,27 @@ export class CompareView {
       );
     }
     return findings;
+  }
+
+  /** The largest change of all heads; of the same passes it is computed once. @param {Run} a @param {Run} b */
+  _largestChange(a, b) {
+    const { unit } = this;
+    const { computed } = this;
+    if (computed?.a !== a || computed.b !== b || computed.unit !== unit) {
+      this.computed = { a, b, unit, change: largestChange(a, b, unit) };
+    }
+    return this.computed?.change ?? null;
+  }
+
+  /** How the chosen statistic changed, where weights cannot be compared one by one. @param {Run} a @param {Run} b */
+  _statFinding(a, b) {
+    const { stat } = this.app.state;
+    const [row, head] = this._at(0);
+    const [before, after] = [a, b].map((run) => format(headValues(run, stat)[row][head], 2));
+    const most = String(mostChangedHead(a, b, stat)) === String([row, head]) ? ", more than in any other head" : "";
+    return [
+      h("p", { class: "hw-lead first", text: `${stat} ${before} → ${after} in head ${a.label([row, head])}${most}.` }),
+    ];
   }
 
   /** What is worth following in each of two models whose heads have no counterpart. @param {Run} a @param {Run} b */
