@@ -209,3 +209,9 @@ def test_pages_are_rewritten_for_the_site() -> None:
     assert "[c](changelog.md#a) [s](files/src/headwise/lab/train.py.txt) [w](https://x)" in staged
     assert staged.endswith("```\n- code\n[c](d.md)\n```\n")
     assert files == {"src/headwise/lab/train.py"}
+
+
+def test_style_rules_read_prose_and_not_code() -> None:
+    style = load_tool("prose_style")
+    text = "It is is here.\n\n```text\nthe the\n```\n| in order to |\n`the the` “the the”\nIn order to see.\n0 0\n"
+    assert list(style.problems(text)) == [(1, "'is is': the word stands twice"), (8, "'In order to': to")]
