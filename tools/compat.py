@@ -141,7 +141,13 @@ def table(results: dict[str, str]) -> str:
     lines = ["| Python | torch | transformers | machine | result |", "|---|---|---|---|---|"]
     for environment in ENVIRONMENTS:
         machine = f"{environment.machine}{'' if environment.machine == HERE else ', emulated'}"
-        cells = (environment.python, environment.torch, environment.transformers, machine, results[key(environment)])
+        cells = (
+            environment.python,
+            environment.torch,
+            environment.transformers,
+            machine,
+            results.get(key(environment), "not run"),
+        )
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 

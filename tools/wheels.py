@@ -284,7 +284,7 @@ def install() -> None:
     if process.returncode:
         sys.exit(f"{name} fails its tests")
     results = load_results()
-    results[name]["tests"] = process.stdout.strip().splitlines()[-1]
+    results[name]["tests"] = re.sub(r" in [\d.]+s.*", "", process.stdout.strip().splitlines()[-1])
     save_results(results)
 
 
