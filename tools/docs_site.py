@@ -43,14 +43,16 @@ NAVIGATION: dict[str, tuple[str, ...]] = {
     "Guide": ("guide/README.md", "guide/[0-9]*.md"),
     HOW_TO: (
         "looking.md", "replace_attention.md", "recorder.md", "watching.md", "own_class.md", "circuits.md",
-        "head_matrices.md", "measuring.md", "cards.md", "pruning.md", "scale.md",
+        "head_matrices.md", "measuring.md", "cards.md", "pruning.md", "streaming.md", "grouping.md",
+        "models_elsewhere.md", "scale.md",
     ),
     "Lab": ("lab/README.md", "lab/claim*.md"),
     "Atlases": ("atlas.md", "relations.md", "examples.md"),
     "Reference": ("attention.md", "models.md", COMMANDS, "file_formats.md"),
     "API": (f"{API}/*.md",),
     "About": (
-        "benchmarks.md", "benchmarks/method.md", "benchmarks/pruning.md", "limits.md", "exactness.md", "versions.md",
+        "benchmarks.md", "benchmarks/method.md", "benchmarks/pruning.md", "limits.md", "compatibility.md", "wheels.md", "exactness.md",
+        "versions.md",
         "changelog.md", "contributing.md", "releasing.md", "security.md", "conduct.md",
     ),
 }  # fmt: skip
