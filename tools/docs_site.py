@@ -51,8 +51,8 @@ NAVIGATION: dict[str, tuple[str, ...]] = {
     "Reference": ("attention.md", "models.md", COMMANDS, "file_formats.md"),
     "API": (f"{API}/*.md",),
     "About": (
-        "benchmarks.md", "benchmarks/method.md", "benchmarks/pruning.md", "limits.md", "compatibility.md", "wheels.md", "exactness.md",
-        "versions.md",
+        "benchmarks.md", "benchmarks/method.md", "benchmarks/pruning.md", "limits.md", "compatibility.md", "wheels.md",
+        "exactness.md", "versions.md",
         "changelog.md", "contributing.md", "releasing.md", "security.md", "conduct.md",
     ),
 }  # fmt: skip
