@@ -45,9 +45,6 @@ q, k, v = torch.randn(3, 1, 2, 5, 16).double()
 for _ in range(3):
     out = headwise.attend(q, k, v, causal=True)
 torch.testing.assert_close(out, torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True))
-with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
-    headwise.attend(q.float(), k.float(), v.float())
-assert counter.get_total_flops() > 0
 """
 
 

@@ -35,7 +35,11 @@ enum { LANES = 4, TILE_ROWS = 6, TILE_VECTORS = 2, REGISTERS = 16 };
 #define INLINE static inline __attribute__((always_inline))
 #ifdef __clang__
 #define UNROLL _Pragma("unroll")
+#if TALL_TILES
+#define UNROLL_2 _Pragma("nounroll") /* Clang starts both steps at once and runs out of registers */
+#else
 #define UNROLL_2 _Pragma("unroll 2")
+#endif
 #else
 #define UNROLL _Pragma("GCC unroll 16")
 #define UNROLL_2 _Pragma("GCC unroll 2")
