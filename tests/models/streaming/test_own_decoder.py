@@ -96,6 +96,44 @@ def test_layers_with_a_window_keep_theirs() -> None:
         headwise.streaming(build()[0], plan)
 
 
+@pytest.mark.parametrize("side", [None, "left"])
+def test_reordered_short_caches_continue_the_chosen_sequences(side: str | None) -> None:
+    decoder, plan = build(window=(None, 5, None))
+    batch, rows = padded_batch(side), torch.tensor([2, 0, 0, 1])
+    ids, mask = batch["input_ids"], batch.get("attention_mask")
+    with headwise.streaming(decoder, plan), torch.no_grad():
+        cache = decoder.cache()
+        decoder(ids[:, :30], mask=None if mask is None else mask[:, :30], cache=cache)
+        cache.reorder(rows)
+        after = None if mask is None else mask[rows]
+        expected = decoder(ids[rows], mask=after)[:, 30:]
+        assert_equal_up_to_rounding(decoder(ids[rows, 30:], mask=after, cache=cache), expected)
+        with pytest.raises(CacheError, match="reorder the whole Caches"):
+            cache.layers[0].reorder(rows)
+        with pytest.raises(CacheError, match="holds sequences 0 to 3, got indices \\[4\\]"):
+            cache.reorder(torch.tensor([4]))
+
+
+@pytest.mark.parametrize("side", [None, "left"])
+def test_a_short_cache_is_cropped_unless_tokens_were_overwritten(side: str | None) -> None:
+    decoder, plan = build()
+    batch = padded_batch(side)
+    ids, mask = batch["input_ids"], batch.get("attention_mask")
+    with headwise.streaming(decoder, plan), torch.no_grad():
+        cache = decoder.cache()
+        for stop in (6, 10):  # keep_first + window
+            part = None if mask is None else mask[:, :stop]
+            decoder(ids[:, cache.length : stop], mask=part, cache=cache)
+        cache.crop(7)
+        assert cache.length == 7
+        rest = decoder(ids[:, 7:], mask=mask, cache=cache)
+        real = torch.ones_like(ids[:, 7:], dtype=torch.bool) if mask is None else mask[:, 7:].bool()
+        assert_equal_up_to_rounding(rest[real], decoder(ids, mask=mask)[:, 7:][real])
+        with pytest.raises(CacheError, match="have overwritten others"):
+            cache.crop(40)
+        assert cache.length == 41
+
+
 def test_watch_sees_windows_and_refuses_the_short_cache() -> None:
     decoder, plan = build()
     ids = padded_batch(None)["input_ids"]

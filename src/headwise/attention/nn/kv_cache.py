@@ -97,14 +97,9 @@ class KVCache:
         Example:
             >>> cache.reorder(torch.tensor([0, 0, 2]))  # the first sequence twice, the second no more
         """
-        if not isinstance(indices, Tensor) or indices.dim() != 1 or indices.dtype not in (torch.int64, torch.int32):
-            got = f"{indices.dtype} {tuple(indices.shape)}" if isinstance(indices, Tensor) else repr(indices)
-            raise CacheError(f"indices must be a tensor (B,) of whole numbers, got {got}; use torch.tensor([...])")
+        check_indices(indices, None if self._k is None else self._k.shape[0])
         if self._k is None or self._v is None:
             return
-        batch = self._k.shape[0]
-        if bool(((indices < 0) | (indices >= batch)).any()):
-            raise CacheError(f"the cache holds sequences 0 to {batch - 1}, got indices {indices.tolist()}")
         rows = indices.to(self._k.device)
         self._k, self._v = self._k.index_select(0, rows), self._v.index_select(0, rows)
         if self.fill is not None:
@@ -312,6 +307,15 @@ class MemoryCache(KVCache):
 
     def check_crop(self, length: int) -> None:
         check_at_least(0, "length", length)
+
+
+def check_indices(indices: Tensor, batch: int | None) -> None:
+    """Refuse what are no numbers of sequences of a cache, which holds so many; None where it is empty."""
+    if not isinstance(indices, Tensor) or indices.dim() != 1 or indices.dtype not in (torch.int64, torch.int32):
+        got = f"{indices.dtype} {tuple(indices.shape)}" if isinstance(indices, Tensor) else repr(indices)
+        raise CacheError(f"indices must be a tensor (B,) of whole numbers, got {got}; use torch.tensor([...])")
+    if batch is not None and bool(((indices < 0) | (indices >= batch)).any()):
+        raise CacheError(f"the cache holds sequences 0 to {batch - 1}, got indices {indices.tolist()}")
 
 
 def update_cache(cache: KVCache, k: Tensor, v: Tensor, lengths: Tensor | None) -> CachedKeys:

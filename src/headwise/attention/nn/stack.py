@@ -242,8 +242,15 @@ class Caches:
 
     def reorder(self, indices: Tensor) -> None:
         """Sequence i becomes what sequence indices[i] was, in every layer: beams, or several continuations of one."""
+        starts: dict[int, SequenceStarts] = {}
         for cache in self._all():
-            cache.reorder(indices)
+            if isinstance(cache, StreamedCache):
+                cache.reorder_keys(indices)
+                starts[id(cache.sequences)] = cache.sequences  # layers share them
+            else:
+                cache.reorder(indices)
+        for sequences in starts.values():
+            sequences.change(lambda rows: rows[indices.to(rows.device)])
 
     def crop(self, length: int) -> None:
         """Forget the tokens at and after `length` in every layer, as after rejected guesses."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from ...errors import CacheError, UnsupportedError
-from .kv_cache import CachedKeys, KVCache
+from .kv_cache import CachedKeys, KVCache, check_indices
 from .streamed_keys import SequenceStarts, StreamedKeys, StreamingHeads, left_padding
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ class StreamedCache(KVCache):
         super().__init__()
         self.keys = StreamedKeys(heads)
         self.sequences = SequenceStarts() if sequences is None else sequences  # one for all layers
+        self._shares_sequences = sequences is not None
 
     def update(self, k: Tensor, v: Tensor, lengths: Tensor | None = None) -> CachedKeys:
         """The new keys and values alone; `attend` stores them."""
@@ -49,6 +50,32 @@ class StreamedCache(KVCache):
         )
         self.length = self.keys.length
         return out.transpose(1, 2)
+
+    def reorder(self, indices: Tensor) -> None:
+        if self._shares_sequences:
+            raise CacheError("layers whose heads stream know together where sequences begin: reorder the whole Caches")
+        self.reorder_keys(indices)
+        self.sequences.change(lambda starts: starts[indices.to(starts.device)])
+
+    def reorder_keys(self, indices: Tensor) -> None:
+        """`reorder` of this layer's keys alone; where the sequences begin is reordered once for all layers."""
+        check_indices(indices, self.keys.tensors[0].shape[0] if self.keys.length else None)
+        if self.keys.length:
+            self.keys.change(lambda x: x.index_select(0, indices.to(x.device)))
+
+    def crop(self, length: int) -> None:
+        self.check_crop(length)
+        self.keys.crop(length, self.sequences)
+        self.length = length
+        self.sequences.change(lambda starts: starts.clamp(max=length))  # a row of nothing but padding has not begun
+
+    def check_crop(self, length: int) -> None:
+        super().check_crop(length)
+        if length < self.length and not self.keys.can_crop(length, self.sequences):
+            raise CacheError(
+                f"a cache of heads that stream cannot be cropped from {self.length} tokens to {length}: the last ones "
+                "have overwritten others; use Decoder.cache() outside headwise.streaming"
+            )
 
     def reset(self) -> None:
         super().reset()
