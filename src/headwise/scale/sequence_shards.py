@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -76,6 +77,11 @@ def agree_on_positions(
 
 def plan_of_counts(counts: list[int], left: int | None, right: int | None, zigzag: bool) -> SequencePlan:
     """The plan of a sequence of which the ranks hold so many tokens each; refused where it is split in another way."""
+    return _plan_of_counts(tuple(counts), left, right, zigzag)
+
+
+@functools.lru_cache(maxsize=64)
+def _plan_of_counts(counts: tuple[int, ...], left: int | None, right: int | None, zigzag: bool) -> SequencePlan:
     plan = SequencePlan(sum(counts), len(counts), left, right, zigzag)
     for rank, count in enumerate(counts):
         if count != plan.token_count(rank):
