@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import math
+import time
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from headwise import Heads, ShapeError
+from headwise.scale.exchange import exchanges
 from headwise.scale.head_plan import HeadPlan, all_reduce_bytes, even_ranges, plan
 from headwise.scale.sequence_plan import SequencePlan
+from headwise.scale.sequence_shards import plan_of_counts
 
 COUNTS = st.builds(
     lambda kv, group, ranks: HeadPlan(Heads(97, kv * group, kv, 5), ranks),
@@ -91,6 +94,59 @@ def test_every_token_is_on_one_rank_and_needed_keys_are_sent(
                 assert needed >= {j for j in by_rank[source] if low <= j < high}
 
 
+@given(
+    st.integers(0, 67), st.integers(1, 7), st.none() | st.integers(0, 20), st.none() | st.integers(0, 9), st.booleans()
+)
+def test_counts_of_tokens_and_pairs_are_those_of_counting_one_by_one(
+    tokens: int, ranks: int, left: int | None, right: int | None, zigzag: bool
+) -> None:
+    plan = SequencePlan(tokens, ranks, left, right, zigzag)
+
+    def visible(i: int) -> list[int]:
+        return [j for j in range(tokens) if (left is None or j >= i - left) and (right is None or j <= i + right)]
+
+    def sent(source: int, target: int) -> int:
+        reach = {j for i in plan.positions(target) for j in visible(i)}
+        return sum(len(plan.chunks[chunk]) for chunk in plan.chunks_of(source) if reach & {*plan.chunks[chunk]})
+
+    for rank in range(ranks):
+        others = [other for other in range(ranks) if other != rank]
+        assert plan.tokens_sent(rank) == sum(sent(rank, other) for other in others)
+        assert plan.tokens_received(rank) == sum(sent(other, rank) for other in others)
+        assert plan.pairs(rank) == sum(len(visible(i)) for i in plan.positions(rank))
+
+
+@given(
+    st.integers(0, 67), st.integers(1, 7), st.none() | st.integers(0, 20), st.none() | st.integers(0, 9), st.booleans()
+)
+def test_what_a_rank_sends_another_receives_in_the_same_order(
+    tokens: int, ranks: int, left: int | None, right: int | None, zigzag: bool
+) -> None:
+    plan = SequencePlan(tokens, ranks, left, right, zigzag)
+    sent, received = {}, {}
+    for rank in range(ranks):
+        for source, target, chunks in exchanges(plan, rank):
+            sent[rank, target] = [chunk for _, chunk in chunks if chunk is not None]
+            received[source, rank] = [chunk for chunk, _ in chunks if chunk is not None]
+    pairs = {(source, target) for source in range(ranks) for target in range(ranks) if source != target}
+    for source, target in pairs:
+        needed = plan.needed_chunks(target, source)
+        assert sent.get((source, target), []) == received.get((source, target), []) == needed
+
+
+def test_a_plan_of_1024_ranks_takes_less_than_50_ms() -> None:
+    times = []
+    for tokens in range(131_072, 131_077):  # plans are remembered, so each is another one
+        counts = list(map(SequencePlan(tokens, 1024).token_count, range(1024)))
+        start = time.process_time()
+        plan = plan_of_counts(counts, None, 0, True)
+        steps = exchanges(plan, 511)
+        times.append(time.process_time() - start)
+        assert len(steps) == 1023
+    assert min(times) < 0.05  # of computation, not by the clock
+    assert exchanges(plan, 511) is steps
+
+
 def test_zigzag_balances_causal_work() -> None:
     made = SequencePlan(4096, 8, right=0)
     assert len({made.pairs(rank) for rank in range(8)}) == 1
@@ -101,7 +157,7 @@ def test_zigzag_balances_causal_work() -> None:
 def test_a_window_sends_to_neighbouring_ranks_only() -> None:
     made = SequencePlan(8192, 8, left=511, right=0, zigzag=False)
     assert [made.tokens_sent(rank) for rank in range(8)] == [1024] * 7 + [0]
-    assert [made.exchanges(step) for step in range(1, 8)] == [1] + [0] * 6
+    assert exchanges(made, 3) == ((2, 4, ((2, 3),)),)
     assert "rank 7: tokens 7168 to 8191; sends the keys and values of 0" in str(made)
     assert json.loads(json.dumps(made.to_json()))["sent"][0] == 1024
 

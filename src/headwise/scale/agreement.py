@@ -1,4 +1,5 @@
-"""The record of 768 bytes that each rank sends before ranks act together, and how records differ.
+"""What each rank is about to do, as a record: ranks compare digests before they act together, and where digests differ,
+records of 768 bytes say in what.
 
 Whole numbers, shapes and options are compared exactly, by a digest. Floating-point values that must be the same on
 every rank are compared to rounding, since different processors do not give the same last bit: by their norm and three
@@ -23,6 +24,7 @@ from ..attention.validation import shown
 FINE, FAILED = 0, 1
 SLOTS, NUMBERS = 8, 4  # tensors per record, and numbers per tensor: a norm and three projections
 LAYOUT = struct.Struct(f"=B32sq{SLOTS * NUMBERS}d")
+PIECE, PIECES = 6, 4  # bytes of a digest that a float64 holds exactly, and how many such pieces are compared
 SIZE = 768  # bytes of a record; the bytes after the layout hold the beginning of the text
 LARGE_RMS = 1e3  # values of a larger root mean square are compared by their logarithms: masks hold -inf and the like
 
@@ -49,6 +51,11 @@ class Record:
                 totals[i] += projection
         return cls(status, hashlib.sha256(text.encode()).digest(), number, tuple(totals), text)
 
+    def extremes(self) -> list[float]:
+        """Numbers whose maxima over ranks say whether all records are alike (`is_alike`): each with its negative."""
+        pieces = [int.from_bytes(self.digest[i : i + PIECE]) for i in range(0, PIECES * PIECE, PIECE)]
+        return [signed for x in (self.status, *pieces, *self.sketches) for signed in (float(x), -float(x))]
+
     def pack(self) -> bytes:
         header = LAYOUT.pack(self.status, self.digest, self.number, *self.sketches)
         return (header + self.text.encode()[: SIZE - len(header)]).ljust(SIZE, b"\0")
@@ -58,6 +65,24 @@ class Record:
         status, digest, number, *sketches = LAYOUT.unpack(data[: LAYOUT.size])
         text = data[LAYOUT.size :].rstrip(b"\0").decode(errors="ignore")
         return cls(status, digest, number, tuple(sketches), text)
+
+
+def is_alike(maxima: list[float], values: Mapping[str, Tensor]) -> bool:
+    """Whether no rank failed, all digests are the same, and all sketches to rounding.
+
+    Args:
+        maxima: over ranks, of `Record.extremes`.
+        values: of this rank's record.
+    """
+    largest, least = maxima[::2], [-x for x in maxima[1::2]]
+    if largest[0] != FINE or largest[: 1 + PIECES] != least[: 1 + PIECES]:
+        return False
+    highs, lows = largest[1 + PIECES :], least[1 + PIECES :]
+    for n, x in enumerate(values.values()):
+        slot = slice(NUMBERS * (n % SLOTS), NUMBERS * (n % SLOTS + 1))
+        if not _close(tuple(highs[slot]), tuple(lows[slot]), x.dtype):
+            return False
+    return True
 
 
 def describe_difference(records: list[Record], values: Mapping[str, Tensor]) -> str:

@@ -7,6 +7,8 @@ gradients, which `sum_gradients` adds up over the ranks.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping, Sequence
+from contextvars import ContextVar, Token
 from typing import Any, Unpack
 
 import torch
@@ -20,13 +22,16 @@ from ..attention.options import check_options
 from ..attention.stats import HeadStats
 from ..attention.validation import shown
 from ..errors import ShapeError, UnsupportedError
+from .agreement import describe_arguments, floating_tensors
 from .call_agreement import describe_module
 from .class_replacement import check_replaceable, replace_class
-from .context_parallel import RingOptions, ring_attend, ring_head_stats
-from .ranks import ranks_of
-from .sequence_shards import agree_on_positions
+from .context_parallel import RingOptions, attend_split, check_and_describe, ring_head_stats
+from .ranks import Ranks, ranks_of
+from .sequence_shards import positions_of_counts
 from .tensor_parallel import SplitAttention
 
+# the tokens on each rank, inside a call that all ranks have agreed about
+_agreed_counts: ContextVar[Sequence[int] | None] = ContextVar("headwise_agreed_counts", default=None)
 SUPPORTED = ("causal", "window", "lengths", "gates", "positions")  # options of a call of a split sequence
 
 
@@ -50,9 +55,11 @@ class SplitSequenceAttention(MultiHeadAttention):
         """query (B, tokens here, d_model) -> the same shape. lengths (B,) are of the whole sequences."""
         ranks = ranks_of(self.mesh, self.timeout)
         with ranks.share_failures("the attention of a split sequence"):
-            q, k, v = self._project_local(query, key, value, {**options, "need_weights": need_weights})
-            out = ring_attend(q, k, v, mesh=self.mesh, timeout=self.timeout, **self._ring_options(query, options))
-            return self.W_O(join_heads(out))
+            counts = self._agree(ranks, query, key, value, {**options, "need_weights": need_weights})
+            q, k, v = self._project_local(ranks, counts, query, options)
+            ring_options = self._ring_options(query, options)
+            check_and_describe(q, k, v, ring_options)
+            return self.W_O(join_heads(attend_split(q, k, v, ranks, counts, ring_options)))
 
     def stats(
         self,
@@ -66,8 +73,10 @@ class SplitSequenceAttention(MultiHeadAttention):
         **options: Unpack[ModuleOptions],
     ) -> HeadStats:
         """Statistics of the whole sequence, on every rank; queries and classes are of this rank's tokens."""
+        ranks = ranks_of(self.mesh, self.timeout)
         with torch.no_grad():
-            q, k, v = self._project_local(query, key, value, {**options, "received": received})
+            counts = self._agree(ranks, query, key, value, {**options, "received": received})
+            q, k, v = self._project_local(ranks, counts, query, options)
             return ring_head_stats(
                 q, k, v, queries=queries, classes=classes, mesh=self.mesh, timeout=self.timeout,
                 **self._ring_options(query, options),
@@ -76,11 +85,11 @@ class SplitSequenceAttention(MultiHeadAttention):
     def weights(self, query: Tensor, key: Tensor | None = None, **options: Any) -> Tensor:
         raise UnsupportedError("weights of a split sequence are on no rank whole; use stats, or the whole sequence")
 
-    def _project_local(
-        self, query: Tensor, key: Tensor | None, value: Tensor | None, options: dict[str, Any]
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v of this rank's tokens, after all ranks have agreed about the call."""
-        positions = options.get("positions")
+    def _agree(
+        self, ranks: Ranks, query: Tensor, key: Tensor | None, value: Tensor | None, options: dict[str, Any]
+    ) -> Sequence[int]:
+        """The tokens on each rank, after all ranks have agreed about the call or about one that this is a part of."""
+        tokens = query.shape[1] if query.dim() > 1 else 0
 
         def describe_call() -> str:
             check_options(options, (*OPTIONS, "need_weights", "received"))
@@ -93,14 +102,22 @@ class SplitSequenceAttention(MultiHeadAttention):
                 raise UnsupportedError("a split sequence has no dropout inside attention; set dropout=0")
             if query.dim() != 3:
                 raise ShapeError(f"query must be (B, tokens here, d_model), got {shown(query.shape)}")
-            mode = "training" if self.training else "not training"
-            gradient = ", with gradient" if torch.is_grad_enabled() else ""
-            return f"a call {'with' if positions is not None else 'without'} positions, {mode}{gradient}"
+            return _describe_call(self, [query], options, tokens, self.zigzag)
 
-        tokens = query.shape[1] if query.dim() > 1 else 0
-        plan_positions = agree_on_positions(tokens, self.zigzag, self.mesh, self.timeout, describe_call)
+        counts = _agreed_counts.get()
+        if counts is not None and ranks.count == len(counts) and counts[ranks.rank] == tokens:
+            describe_call()  # for its errors
+            return counts
+        values = _shared_values(options, tokens) | ({} if self.sinks is None else {"sinks": self.sinks})
+        return ranks.agree("the tokens of a split sequence", describe_call, values=values, number=tokens)
+
+    def _project_local(
+        self, ranks: Ranks, counts: Sequence[int], query: Tensor, options: ModuleOptions
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v of this rank's tokens."""
+        positions = options.get("positions")
         if positions is None and isinstance(self.position, Rotary):
-            positions = plan_positions.to(query.device)
+            positions = positions_of_counts(counts, ranks.rank, self.zigzag).to(query.device)
         projected = self.project(query, positions=positions)
         return projected.q, projected.k, projected.v
 
@@ -155,19 +172,65 @@ def split_sequence(
     ranks.agree("the module whose sequence is split", check_and_describe)
     for attention in attentions:
         replace_class(attention, SplitSequenceAttention, zigzag=zigzag, mesh=mesh, timeout=timeout)
-    if isinstance(module, Decoder | Encoder):
-
-        def add_positions(
-            stack: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-        ) -> tuple[Any, dict[str, Any]]:
-            ids = args[0] if args else kwargs["ids"]
-            if kwargs.get("positions") is None:
-                positions = agree_on_positions(ids.shape[1], zigzag, mesh, timeout)
-                kwargs = {**kwargs, "positions": positions.to(ids.device)}
-            return args, kwargs
-
-        module.register_forward_pre_hook(add_positions, with_kwargs=True)
+    if not isinstance(module, MultiHeadAttention):
+        _SequenceAgreement(module, mesh, timeout, zigzag)
     return module
+
+
+class _SequenceAgreement:
+    """Forward hooks of a block or a stack: one agreement about a call, which its layers need not repeat."""
+
+    def __init__(self, module: nn.Module, mesh: DeviceMesh | None, timeout: float | None, zigzag: bool) -> None:
+        self.mesh, self.timeout, self.zigzag = mesh, timeout, zigzag
+        self.tokens: list[Token[Sequence[int] | None]] = []  # of calls under way
+        module.register_forward_pre_hook(self.agree, with_kwargs=True)
+        module.register_forward_hook(self.end, always_call=True)
+
+    def agree(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        ranks = ranks_of(self.mesh, self.timeout)
+        x = args[0] if args else next(iter(kwargs.values()), None)
+        count = x.shape[1] if isinstance(x, Tensor) and x.dim() > 1 else 0
+        counts = ranks.agree(
+            f"the call of {type(module).__name__}",
+            lambda: _describe_call(module, list(args), kwargs, count, self.zigzag),
+            values=_shared_values(kwargs, count),
+            number=count,
+        )
+        if isinstance(module, Decoder | Encoder) and kwargs.get("positions") is None:
+            positions = positions_of_counts(counts, ranks.rank, self.zigzag)
+            kwargs = {**kwargs, "positions": positions.to(x.device) if isinstance(x, Tensor) else positions}
+        self.tokens.append(_agreed_counts.set(counts))
+        return args, kwargs
+
+    def end(self, module: nn.Module, args: Any, result: Any) -> None:
+        if self.tokens:  # none where the agreement itself failed
+            _agreed_counts.reset(self.tokens.pop())
+
+
+def _describe_call(module: nn.Module, args: list[Any], options: dict[str, Any], tokens: int, zigzag: bool) -> str:
+    """What must be the same on all ranks in a call of a module; of tensors with this rank's tokens, all but them."""
+
+    def shared(x: Any) -> Any:
+        return f"{x.dtype} {x.shape[0]} {shown(x.shape[2:])}" if _is_local(x, tokens) else x
+
+    parts = [describe_arguments([shared(x) for x in args]), f"zigzag {zigzag}"]
+    parts.append(describe_arguments({name: shared(x) for name, x in options.items() if name != "positions"}))
+    parts.append(f"{'without' if options.get('positions') is None else 'with'} positions")
+    parts.append("training" if module.training else "not training")
+    if torch.is_grad_enabled():
+        parts.append("with gradient")
+    return ", ".join(filter(None, parts))
+
+
+def _shared_values(options: Mapping[str, Any], tokens: int) -> dict[str, Tensor]:
+    """The floating-point options that must be the same on all ranks."""
+    local = {name for name, x in options.items() if name == "positions" or _is_local(x, tokens)}
+    return floating_tensors({name: x for name, x in options.items() if name not in local})
+
+
+def _is_local(x: Any, tokens: int) -> bool:
+    """Whether an argument has this rank's tokens along its second dimension."""
+    return isinstance(x, Tensor) and x.dim() > 1 and x.shape[1] == tokens
 
 
 def sum_gradients(module: nn.Module, mesh: DeviceMesh | None = None, *, timeout: float | None = None) -> None:

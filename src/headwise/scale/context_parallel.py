@@ -6,7 +6,7 @@ computes attention to one chunk of keys at a time and merges the results by log-
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict, Unpack
 
@@ -85,8 +85,13 @@ def ring_attend(
         >>> q, k, v = (headwise.scale.shard_sequence(x, 2) for x in (q, k, v))
         >>> out = headwise.scale.ring_attend(q, k, v, causal=True)
     """
-    call = _agree_on_call(q, k, v, ranks_of(mesh, timeout), options)
-    out: Tensor = _ContextParallelAttention.apply(q, k, v, options.get("sinks"), call)
+    ranks = ranks_of(mesh, timeout)
+    return attend_split(q, k, v, ranks, _agree_on_call(q, k, v, ranks, options), options)
+
+
+def attend_split(q: Tensor, k: Tensor, v: Tensor, ranks: Ranks, counts: Sequence[int], options: RingOptions) -> Tensor:
+    """`ring_attend` after an agreement about the tokens on each rank and the options."""
+    out: Tensor = _ContextParallelAttention.apply(q, k, v, options.get("sinks"), _call(q, ranks, counts, options))
     return _apply_gates(out, options.get("gates"))
 
 
@@ -116,7 +121,8 @@ def ring_head_stats(
         >>> out, stats = headwise.scale.ring_head_stats(q, k, v, causal=True)
         >>> stats["entropy"]  # (Hq,), over all tokens
     """
-    call = _agree_on_call(q, k, v, ranks_of(mesh, timeout), options)
+    ranks = ranks_of(mesh, timeout)
+    call = _call(q, ranks, _agree_on_call(q, k, v, ranks, options), options)
     sinks, class_masks = options.get("sinks"), dict(classes or {})
 
     def describe_classes() -> str:
@@ -142,17 +148,23 @@ def ring_head_stats(
     )
 
 
-def _agree_on_call(q: Tensor, k: Tensor, v: Tensor, ranks: Ranks, options: RingOptions) -> ContextParallelCall:
-    """Validate a call on all ranks together: a call that one of them refuses, or makes differently, fails on all."""
-    per_head = _per_head(options)
+def _agree_on_call(q: Tensor, k: Tensor, v: Tensor, ranks: Ranks, options: RingOptions) -> list[int]:
+    """Validate a call on all ranks together: a call that one of them refuses, or makes differently, fails on all.
+
+    Returns:
+        The tokens on each rank.
+    """
     # values that are not floating-point are in the description
-    values = {name: x for name, x in per_head.items() if x.is_floating_point()}
-    counts = ranks.agree(
+    values = {name: x for name, x in _per_head(options).items() if x.is_floating_point()}
+    return ranks.agree(
         "what to attend to",
-        lambda: _check_and_describe(q, k, v, options),
+        lambda: check_and_describe(q, k, v, options),
         values=values,
         number=q.shape[2] if q.dim() > 2 else 0,
     )
+
+
+def _call(q: Tensor, ranks: Ranks, counts: Sequence[int], options: RingOptions) -> ContextParallelCall:
     left, right = band(options.get("causal", False), options.get("window"))
     scale = options.get("scale")
     parts = PartOptions(
@@ -166,7 +178,7 @@ def _agree_on_call(q: Tensor, k: Tensor, v: Tensor, ranks: Ranks, options: RingO
     return ContextParallelCall(Channel(ranks, plan_of_counts(counts, left, right, _zigzag(options))), parts)
 
 
-def _check_and_describe(q: Tensor, k: Tensor, v: Tensor, options: RingOptions) -> str:
+def check_and_describe(q: Tensor, k: Tensor, v: Tensor, options: RingOptions) -> str:
     """What one rank is about to compute, as text that must be the same on all; an error where it cannot be computed."""
     check_options(options, RING)
     left, right = band(options.get("causal", False), options.get("window"))

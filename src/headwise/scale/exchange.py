@@ -1,15 +1,17 @@
 """Sending keys and values directly to the ranks that need them, and their gradients back (context parallel).
 
-A chunk's keys and values go to every rank with a query that may attend to them, and to no other. The schedule is the
-same on all ranks: some KV heads at a time, so that messages under way are small beside what a rank holds, and within
-them rank distance by rank distance. The next blocks are under way while attention is computed with one.
+A chunk's keys and values go to every rank with a query that may attend to them, and to no other. All ranks keep one
+order: some KV heads at a time, so that messages under way are small beside what a rank holds, and within them rank
+distance by rank distance. The next blocks are under way while attention is computed with one.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +22,7 @@ from .ranks import Ranks
 from .sequence_plan import SequencePlan
 
 BLOCKS_AHEAD = 2  # blocks under way while attention is computed with one
+MOST_CHUNKS = 2  # on a rank
 SMALL_MESSAGE = 1 << 20  # bytes of a message below which several KV heads share one
 
 
@@ -33,6 +36,7 @@ class Step:
     source: int  # the rank that holds it
     sent_chunk: int | None  # the chunk that this rank sends; None where it only receives
     target: int  # the rank that it is sent to
+    tag: int = 0  # of its messages: no two between the same two ranks have the same
     local: bool = False  # nothing is sent or received
 
 
@@ -56,23 +60,21 @@ class Channel:
     plan: SequencePlan
 
     def steps(self, q: Tensor, k: Tensor) -> list[Step]:
-        """This rank's schedule; its n-th step belongs to the n-th step of every other rank."""
-        rank, count, plan = self.ranks.rank, self.ranks.count, self.plan
+        """This rank's schedule. Steps of two ranks that exchange messages come in the same order on both."""
+        rank, plan = self.ranks.rank, self.plan
         group, steps = q.shape[1] // k.shape[1], []
         largest = max(len(chunk) for chunk in plan.chunks) * k.shape[0] * k.shape[3] * k.element_size() * 2
         heads_per_message = max(1, min(k.shape[1], SMALL_MESSAGE // max(1, largest)))
-        for first in range(0, k.shape[1], heads_per_message):
+        for message, first in enumerate(range(0, k.shape[1], heads_per_message)):
             kv_heads = slice(first, min(first + heads_per_message, k.shape[1]))
             query_heads = slice(kv_heads.start * group, kv_heads.stop * group)
-            steps += [Step(kv_heads, query_heads, chunk, rank, None, rank, True) for chunk in plan.chunks_of(rank)]
-            for distance in range(1, count):
-                source, target = (rank - distance) % count, (rank + distance) % count
-                received_chunks, sent_chunks = plan.needed_chunks(rank, source), plan.needed_chunks(target, rank)
-                for n in range(plan.exchanges(distance)):
-                    chunk, sent_chunk = (
-                        chunks[n] if n < len(chunks) else None for chunks in (received_chunks, sent_chunks)
-                    )
-                    steps.append(Step(kv_heads, query_heads, chunk, source, sent_chunk, target))
+            steps += [
+                Step(kv_heads, query_heads, chunk, rank, None, rank, local=True) for chunk in plan.chunks_of(rank)
+            ]
+            for source, target, exchanged in exchanges(plan, rank):
+                for n, (chunk, sent_chunk) in enumerate(exchanged):
+                    tag = message * MOST_CHUNKS + n
+                    steps.append(Step(kv_heads, query_heads, chunk, source, sent_chunk, target, tag))
         return steps
 
     def local_slice(self, chunk: int) -> slice:
@@ -92,6 +94,23 @@ class Channel:
             operations.append(dist.P2POp(dist.irecv, buffer, self.ranks.global_rank(source), self.ranks.group, tag))
         with self.ranks.transport_errors("an exchange of messages"):
             return dist.batch_isend_irecv(operations) if operations else []
+
+
+@functools.lru_cache(maxsize=64)
+def exchanges(plan: SequencePlan, rank: int) -> tuple[tuple[int, int, tuple[tuple[Any, Any], ...]], ...]:
+    """What a rank receives and sends, by rank distance, without the distances at which it does neither.
+
+    Returns:
+        For each: the rank that it receives from, the rank that it sends to, and pairs of a received chunk and a sent
+        one, either of which may be None.
+    """
+    partners = []
+    for distance in range(1, plan.ranks):
+        source, target = (rank - distance) % plan.ranks, (rank + distance) % plan.ranks
+        chunks = tuple(zip_longest(plan.needed_chunks(rank, source), plan.needed_chunks(target, rank)))
+        if chunks:
+            partners.append((source, target, chunks))
+    return tuple(partners)
 
 
 class KeyValueExchange:
@@ -128,7 +147,11 @@ class KeyValueExchange:
             message = self._local_block(step.sent_chunk, step).pack()
         if step.chunk is not None and not step.local:
             buffer = self.k.new_empty(sum(map(math.prod, self._shapes(step))))
-        self.transfers[n] = (self.channel.post(2 * n, message, step.target, buffer, step.source), message, buffer)
+        self.transfers[n] = (
+            self.channel.post(2 * step.tag, message, step.target, buffer, step.source),
+            message,
+            buffer,
+        )
 
     def _local_block(self, chunk: int, step: Step) -> Block:
         tokens = self.channel.local_slice(chunk)
@@ -153,11 +176,9 @@ class GradientExchange:
         self.channel, self.dk, self.dv = channel, dk, dv
         # step, works, message and buffer, which must live until the works are done
         self.transfers: list[tuple[Step, list[Any], Tensor | None, Tensor | None]] = []
-        self.count = 0
 
     def add(self, step: Step, gradients: Block | None) -> None:
         """Take the gradients of a step's block, every step once and in order; None where nothing was computed."""
-        n, self.count = self.count, self.count + 1
         if step.local:
             if gradients is not None and step.chunk is not None:
                 self._accumulate(step, step.chunk, gradients)
@@ -166,7 +187,7 @@ class GradientExchange:
         buffer = None
         if step.sent_chunk is not None:
             buffer = self.dk.new_empty(sum(map(math.prod, self._shapes(step))))
-        works = self.channel.post(2 * n + 1, message, step.source, buffer, step.target)
+        works = self.channel.post(2 * step.tag + 1, message, step.source, buffer, step.target)
         self.transfers.append((step, works, message, buffer))
         if len(self.transfers) > BLOCKS_AHEAD:
             self._receive_oldest()

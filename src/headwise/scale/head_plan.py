@@ -93,9 +93,11 @@ class HeadPlan:
     @cached_property
     def copies(self) -> tuple[tuple[int, ...], ...]:
         """For each KV head, the ranks that hold it: several where their query heads share it."""
-        return tuple(
-            tuple(rank for rank, share in enumerate(self.shares) if kv in share.kv) for kv in range(self.heads.kv)
-        )
+        holders: list[list[int]] = [[] for _ in range(self.heads.kv)]
+        for rank, share in enumerate(self.shares):
+            for kv in share.kv:
+                holders[kv].append(rank)
+        return tuple(map(tuple, holders))
 
     def bytes_sent(self, batch: int, tokens: int, size: int = 4) -> int:
         """Bytes that a rank sends in a forward pass: one all-reduce, after W_O. size: bytes per number."""

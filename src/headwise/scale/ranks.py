@@ -1,11 +1,13 @@
 """The processes of one group (ranks): their collectives, agreements between them, and errors that reach all of them.
 
-An agreement is an all-gather of one short record per rank. It comes before anything is sent: ranks that are about to do
-different things all get the same error, where collectives would hang or give wrong numbers.
+An agreement comes before anything is sent: ranks that are about to do different things all get the same error, where
+collectives would hang or give wrong numbers. It is one all-reduce of a digest; only where digests differ, an all-gather
+of the ranks' descriptions follows, for the error message.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -18,13 +20,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import all_reduce as reduce_digest  # by a name of its own: `traffic` counts data, not agreements
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ..errors import HeadwiseError, RankError
-from .agreement import FAILED, FINE, Record, describe_difference
+from .agreement import FAILED, FINE, Record, describe_difference, is_alike
 
 TIMEOUT = 300.0  # seconds that a rank waits for the others, by default
 FAILURE_WAIT = 5.0  # seconds in which a failed rank finds out whether all ranks failed in the same call
+ABSENCE_WAIT = 2.0  # seconds in which a rank finds out which others wait too
+WAITING_KEY = "headwise/waiting"  # in the store: what a rank waited for when the transport failed
 FAILURE_KEY = "headwise/failure"  # in the store: the message of the rank that failed
 UNUSED_TAG = (1 << 31) - 1  # of point-to-point messages that no rank sends
 OUT_OF_STEP = "the ranks are no longer in step, start all of them again"
@@ -112,6 +117,9 @@ class Ranks:
             record, own_error = Record.of(FAILED, _one_line(error)), error
             own_error.headwise_reported = True  # type: ignore[attr-defined]  # by this record
         agreement_counts[self.group.group_name] += 1
+        numbers = self._agreed_numbers(activity, record, values or {})
+        if numbers is not None:
+            return numbers
         records = self._exchange_records(activity, record)
         failed_ranks = [rank for rank, record in enumerate(records) if record.status == FAILED]
         if own_error is not None:
@@ -123,13 +131,22 @@ class Ranks:
             raise RankError(f"ranks disagree about {activity}: {disagreement}; start all of them alike")
         return [record.number for record in records]
 
+    def _agreed_numbers(self, activity: str, record: Record, values: Mapping[str, Tensor]) -> list[int] | None:
+        """Every rank's number, where all records are alike; the same answer on every rank, None where they are not."""
+        numbers = [-math.inf] * self.count
+        numbers[self.rank] = record.number
+        maxima = torch.tensor([*record.extremes(), *numbers], dtype=torch.float64, device=self.device)
+        with self.transport_errors(activity):
+            self._wait(reduce_digest(maxima, op=dist.ReduceOp.MAX, group=self.group, async_op=True))
+        results = maxima.tolist()
+        extremes, numbers = results[: -self.count], results[-self.count :]
+        return [int(number) for number in numbers] if is_alike(extremes, values) else None
+
     def _exchange_records(self, activity: str, record: Record) -> list[Record]:
         """Every rank's record."""
         message = torch.frombuffer(bytearray(record.pack()), dtype=torch.uint8).to(self.device)
         messages = [torch.empty_like(message) for _ in range(self.count)]
         with self.transport_errors(activity):
-            if dist.get_backend(self.group) == "gloo":  # its error names the missing ranks
-                dist.monitored_barrier(self.group, timedelta(seconds=self.timeout), wait_all_ranks=True)
             self._wait(dist.all_gather(messages, message, group=self.group, async_op=True))
         return [Record.unpack(x.cpu().numpy().tobytes()) for x in messages]
 
@@ -182,8 +199,27 @@ class Ranks:
                 raise RankError(f"{failure}; {OUT_OF_STEP}") from error
             closed = "closed" in reason or "closure" in reason
             wait_note = "" if closed else f" within {self.timeout:g} s"
-            end_note = "; one of them has ended" if closed else ""
+            end_note = self._absence(activity) or ("; one of them has ended" if closed else "")
             raise RankError(f"not all ranks came to {activity}{wait_note}{end_note} ({reason[:200]})") from error
+
+    def _absence(self, activity: str) -> str:
+        """Which ranks wait for something else or for nothing, after an error of the transport, which all waiting ranks
+        get: each leaves in the store what it waited for."""
+        elsewhere, missing = [], []
+        with suppress(RuntimeError, dist.DistError):
+            store, name = default_store(), self.group.group_name
+            keys = [f"{WAITING_KEY}/{name}/{rank}" for rank in range(self.count)]
+            store.set(keys[self.rank], activity)
+            end = time.monotonic() + min(ABSENCE_WAIT, self.timeout)
+            while not store.check(keys) and time.monotonic() < end:
+                time.sleep(0.01)
+            for rank, key in enumerate(keys):
+                if not store.check([key]):
+                    missing.append(rank)
+                elif (place := store.get(key).decode(errors="replace")) != activity:
+                    elsewhere.append(f"; rank {rank} waits for {place}")
+        absent = f"; missing: rank {', '.join(map(str, missing[:8]))}" if missing else ""
+        return absent + "".join(elsewhere[:3])
 
     @contextmanager
     def share_failures(self, activity: str) -> Iterator[None]:

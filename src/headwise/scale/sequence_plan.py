@@ -6,6 +6,7 @@ there are ranks, and rank r gets chunk r from the front and chunk r from the bac
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -57,33 +58,60 @@ class SequencePlan:
         start = sum(len(self.chunks[c]) for c in chunks[: chunks.index(chunk)])
         return slice(start, start + len(self.chunks[chunk]))
 
+    @cached_property
+    def attended(self) -> tuple[range, ...]:
+        """For each chunk of queries, the chunks with a key that one of its tokens may attend to."""
+        return self._reach(self.left, self.right)
+
+    @cached_property
+    def attending(self) -> tuple[range, ...]:
+        """For each chunk of keys, the chunks with a query that may attend to one of them."""
+        return self._reach(self.right, self.left)
+
+    def _reach(self, before: int | None, after: int | None) -> tuple[range, ...]:
+        """For each chunk, the consecutive chunks within so many tokens before and after it; none of an empty chunk."""
+        chunks = [chunk for chunk in self.chunks if chunk]  # empty ones come last
+        starts, stops = [chunk.start for chunk in chunks], [chunk.stop for chunk in chunks]
+        ranges = []
+        for chunk in chunks:
+            first = 0 if before is None else bisect_right(stops, chunk.start - before)
+            end = len(chunks) if after is None else bisect_right(starts, chunk.stop - 1 + after)
+            ranges.append(range(first, max(first, end)))
+        return (*ranges, *[range(0)] * (len(self.chunks) - len(chunks)))
+
     def attends(self, query: int, key: int) -> bool:
         """Whether any token of chunk `query` may attend to any token of chunk `key`."""
-        a, b = self.chunks[query], self.chunks[key]
-        if not a or not b:
-            return False
-        not_before = self.left is None or b.stop - 1 >= a.start - self.left
-        return not_before and (self.right is None or b.start <= a.stop - 1 + self.right)
+        return key in self.attended[query]
 
     def needed_chunks(self, rank: int, source: int) -> list[int]:
         """The chunks of rank `source` to which some token of `rank` may attend."""
-        return [
-            key for key in self.chunks_of(source) if any(self.attends(query, key) for query in self.chunks_of(rank))
-        ]
-
-    def exchanges(self, distance: int) -> int:
-        """Sends between ranks that are so many places apart: the largest number over all such pairs of ranks."""
-        return max(len(self.needed_chunks(rank, (rank - distance) % self.ranks)) for rank in range(self.ranks))
+        reach = [self.attended[query] for query in self.chunks_of(rank)]
+        return [key for key in self.chunks_of(source) if any(key in keys for keys in reach)]
 
     def tokens_sent(self, rank: int) -> int:
         """Tokens whose keys and values a rank sends in a forward pass, counted once per receiving rank."""
-        others = (other for other in range(self.ranks) if other != rank)
-        return sum(len(self.chunks[chunk]) for other in others for chunk in self.needed_chunks(other, rank))
+        return sum(len(self.chunks[key]) * self._other_ranks(rank, self.attending[key]) for key in self.chunks_of(rank))
+
+    def _other_ranks(self, rank: int, chunks: range) -> int:
+        """How many ranks beside this one hold one of these consecutive chunks."""
+        if self.zigzag:  # chunk r and chunk 2R - 1 - r are on rank r
+            front = range(chunks.start, min(chunks.stop, self.ranks))
+            back = range(2 * self.ranks - chunks.stop, 2 * self.ranks - max(chunks.start, self.ranks))
+            both = len(range(max(front.start, back.start), min(front.stop, back.stop)))
+            return len(front) + len(back) - both - (rank in front or rank in back)
+        return len(chunks) - (rank in chunks)
 
     def tokens_received(self, rank: int) -> int:
         """Tokens whose keys and values a rank receives; in a backward pass it sends their gradients back."""
-        others = (other for other in range(self.ranks) if other != rank)
-        return sum(len(self.chunks[chunk]) for other in others for chunk in self.needed_chunks(rank, other))
+        needed = [self.attended[query] for query in self.chunks_of(rank)]
+        common = range(max(keys.start for keys in needed), min(keys.stop for keys in needed))
+        total = sum(map(self._token_total, needed)) - (self._token_total(common) if len(needed) > 1 else 0)
+        own = [chunk for chunk in self.chunks_of(rank) if any(chunk in keys for keys in needed)]
+        return total - sum(len(self.chunks[chunk]) for chunk in own)
+
+    def _token_total(self, chunks: range) -> int:
+        """The tokens of consecutive chunks."""
+        return self.chunks[chunks[-1]].stop - self.chunks[chunks.start].start if chunks else 0
 
     def bytes_sent(self, rank: int, token_bytes: int) -> int:
         """Bytes that a rank sends in a forward pass.
@@ -99,11 +127,12 @@ class SequencePlan:
     def pairs(self, rank: int) -> int:
         """Pairs of a query and a visible key on a rank, which its computing time is proportional to."""
         total = 0
-        for query in self.chunks_of(rank):
-            for i in self.chunks[query]:
-                low = 0 if self.left is None else max(0, i - self.left)
-                high = self.tokens if self.right is None else min(self.tokens, i + self.right + 1)
-                total += max(0, high - low)
+        for chunk in map(self.chunks.__getitem__, self.chunks_of(rank)):
+            ends = self.tokens * len(chunk)
+            if self.right is not None:
+                ends = _clipped_sum(chunk.start + self.right + 1, len(chunk), 0, self.tokens)
+            starts = 0 if self.left is None else _clipped_sum(chunk.start - self.left, len(chunk), 0, self.tokens)
+            total += ends - starts
         return total
 
     def to_json(self) -> dict[str, Any]:
@@ -123,3 +152,11 @@ class SequencePlan:
             tokens = " and ".join(format_numbers(self.chunks[c]) for c in self.chunks_of(rank))
             lines.append(f"  rank {rank}: tokens {tokens}; sends the keys and values of {self.tokens_sent(rank)}")
         return "\n".join(lines)
+
+
+def _clipped_sum(first: int, count: int, low: int, high: int) -> int:
+    """The sum of so many consecutive whole numbers, each brought into low ... high first."""
+    below = min(count, max(0, low - first))
+    above = min(count - below, max(0, first + count - 1 - high))
+    between = count - below - above
+    return below * low + above * high + between * (first + below) + between * (between - 1) // 2

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -58,24 +59,18 @@ def local_positions(tokens: int, *, zigzag: bool = True, mesh: DeviceMesh | None
     return torch.tensor(SequencePlan(tokens, ranks.count, zigzag=zigzag).positions(ranks.rank), device=ranks.device)
 
 
-def agree_on_positions(
-    local_tokens: int,
-    zigzag: bool = True,
-    mesh: DeviceMesh | None = None,
-    timeout: float | None = None,
-    description: Callable[[], str] = lambda: "",
-) -> Tensor:
-    """`local_positions` from the number of tokens on each rank; all ranks must call it with the same description."""
-    counts = ranks_of(mesh, timeout).agree(
-        "the tokens of a split sequence",
-        lambda: ", ".join(filter(None, [description(), f"zigzag {zigzag}"])),
-        number=local_tokens,
-    )
-    return local_positions(plan_of_counts(counts, None, None, zigzag).tokens, zigzag=zigzag, mesh=mesh)
+def positions_of_counts(counts: Sequence[int], rank: int, zigzag: bool) -> Tensor:
+    """The positions of a rank's tokens, from the number of tokens on each rank."""
+    return torch.tensor(plan_of_counts(counts, None, None, zigzag).positions(rank))
 
 
-def plan_of_counts(counts: list[int], left: int | None, right: int | None, zigzag: bool) -> SequencePlan:
+def plan_of_counts(counts: Sequence[int], left: int | None, right: int | None, zigzag: bool) -> SequencePlan:
     """The plan of a sequence of which the ranks hold so many tokens each; refused where it is split in another way."""
+    return _plan_of_counts(tuple(counts), left, right, zigzag)
+
+
+@functools.lru_cache(maxsize=64)
+def _plan_of_counts(counts: tuple[int, ...], left: int | None, right: int | None, zigzag: bool) -> SequencePlan:
     plan = SequencePlan(sum(counts), len(counts), left, right, zigzag)
     for rank, count in enumerate(counts):
         if count != plan.token_count(rank):
