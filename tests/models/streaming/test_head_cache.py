@@ -283,6 +283,15 @@ def test_a_cache_of_another_kind_is_used_as_it_is() -> None:
     assert "generate" not in vars(model)
 
 
+def test_a_cache_that_a_checkpoint_names_is_not_the_users_choice() -> None:
+    model, batch = build("llama"), padded_batch("left")
+    model.generation_config.cache_implementation = "static"
+    with headwise.streaming(model, make_plan(model)):
+        output = model.generate(**batch, **GENERATION, return_dict_in_generate=True)
+    assert type(output.past_key_values) is HeadCache
+    assert model.generation_config.cache_implementation == "static"
+
+
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 def test_other_attention_functions_are_refused(implementation: str) -> None:
     model = build("llama", implementation)

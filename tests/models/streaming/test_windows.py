@@ -187,6 +187,19 @@ def test_a_plan_of_another_model_is_refused() -> None:
         headwise.streaming(build("llama"), {0: [0]})  # type: ignore[arg-type]
 
 
+def test_a_plan_with_another_sliding_window_is_refused() -> None:
+    model = build("gemma2")
+    plan = make_plan(model)
+    layers = tuple(layer._replace(window=layer.window and 5) for layer in plan.layers)
+    with pytest.raises(HeadwiseError, match="has a sliding window of 9 keys, and the plan says 5"):
+        headwise.streaming(model, StreamPlan(plan.heads, layers, plan.window))
+    open_layers = tuple(layer._replace(window=None) for layer in plan.layers)
+    sliding = next(layer.layer for layer in plan.layers if layer.window is not None)
+    streaming = headwise.streaming(model, StreamPlan({sliding: [0]}, open_layers, plan.window))
+    with streaming, pytest.raises(UnsupportedError, match="a layer with a sliding window of its own cannot stream"):
+        model(**padded_batch(None))
+
+
 def test_attention_in_both_directions_is_refused() -> None:
     config = AutoConfig.for_model("bert", hidden_size=30, num_hidden_layers=1, num_attention_heads=3, vocab_size=89)
     model = AutoModel.from_config(config).eval()

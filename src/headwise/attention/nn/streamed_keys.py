@@ -106,7 +106,7 @@ class SequenceStarts:
         """Whether these are the same starts, up to rows that have not begun before."""
         if new is None or self.starts is None:
             return (new is None or not bool(new.any())) and self.starts is None
-        return bool(torch.equal(new.clamp(max=cached), self.starts))
+        return bool(torch.equal(new.clamp(max=cached), self.starts.to(new.device)))
 
     def set(self, starts: Tensor | None) -> None:
         """Other starts (B,), None for 0."""
@@ -124,6 +124,10 @@ class SequenceStarts:
     def shared(self) -> int | None:
         """The start of all sequences; None where they differ."""
         return self.lowest if self.lowest == self.highest else None
+
+    def on(self, device: torch.device) -> Tensor | None:
+        """(B,) on a device: the layers of a model may be on several."""
+        return None if self.starts is None else self.starts.to(device)
 
     def column(self, device: torch.device) -> Tensor:
         """(B, 1), or (1, 1) where all sequences begin together."""
@@ -228,7 +232,8 @@ class RingKeys:
             ring_k[:, :, slot], ring_v[:, :, slot] = k[:, :, 0], v[:, :, 0]
             filled, lengths = min(token + 1, self.slots), None
         else:
-            slots, lengths = sequences.step_places(self.length, self.keep_first, self.window)
+            places = sequences.step_places(self.length, self.keep_first, self.window)
+            slots, lengths = (x.to(k.device) for x in places)
             rows = torch.arange(k.shape[0], device=k.device)
             ring_k[rows, :, slots], ring_v[rows, :, slots] = k[:, :, 0], v[:, :, 0]
             filled = min(self.length + 1 - sequences.lowest, self.slots)
@@ -327,7 +332,7 @@ class StreamedKeys:
         self._check(q, k, v)
         if not self.length:
             windows = self.heads.windows(q.shape[1])
-            out = attend(q, k, v, causal=True, starts=sequences.starts, sinks=sinks, **windows, **options)
+            out = attend(q, k, v, causal=True, starts=sequences.on(q.device), sinks=sinks, **windows, **options)
             if self.whole:
                 self.full.append(self._part(k, self.whole), self._part(v, self.whole))
             if self.streaming:
@@ -368,7 +373,7 @@ class StreamedKeys:
 
     def _attend_whole(self, q: Tensor, k: Tensor, v: Tensor, sequences: SequenceStarts, **options: Any) -> Tensor:
         k, v = self.full.append(k, v)
-        starts = sequences.starts
+        starts = sequences.on(q.device)
         if sequences.shared is not None:
             k, v, starts = k[:, :, sequences.shared :], v[:, :, sequences.shared :], None
         return attend(q, k, v, causal=q.shape[2] > 1, starts=starts, **options)
@@ -378,7 +383,9 @@ class StreamedKeys:
         if q.shape[2] == 1 and plain and self.ring.length >= sequences.highest:
             k, v, lengths = self.ring.add_step(k, v, sequences)
             return attend(q, k, v, lengths=lengths, **options)
-        old_k, old_v, starts = self.ring.in_order(sequences) if self.ring.length else (None, None, sequences.starts)
+        old_k, old_v, starts = (
+            self.ring.in_order(sequences) if self.ring.length else (None, None, sequences.on(q.device))
+        )
         tail_k, tail_v = self._tail or (None, None)
         all_k, all_v = (
             torch.cat([x for x in parts if x is not None], 2) for parts in ((old_k, tail_k, k), (old_v, tail_v, v))

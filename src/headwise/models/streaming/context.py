@@ -89,9 +89,24 @@ def _planned_sites(model: nn.Module, plan: StreamPlan, sites: list[Site]) -> dic
             )
         if getattr(site.module, "is_kv_shared_layer", False):
             raise UnsupportedError(f"{site} of {name} reads the keys and values of another layer; it cannot stream")
+    _check_own_windows(model, plan)
     if len(first_per_module(planned.values())) < len(planned):
         raise UnsupportedError(f"an attention module of {name} serves several layers; their heads cannot stream")
     return planned
+
+
+def _check_own_windows(model: Any, plan: StreamPlan) -> None:
+    """Refuse a plan that gives a layer another sliding window than the model's own: its cache would lack keys."""
+    from transformers import DynamicCache
+
+    own_layers = DynamicCache(config=model.config).layers
+    for layer in plan.layers:
+        own = getattr(own_layers[layer.layer], "sliding_window", None) if layer.layer < len(own_layers) else None
+        if layer.window is not None and layer.window != own:
+            raise HeadwiseError(
+                f"layer {layer.layer} of {type(model).__name__} has a sliding window of {own} keys, and the plan says "
+                f"{layer.window}"
+            )
 
 
 class Streaming:

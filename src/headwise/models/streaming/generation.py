@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -29,13 +31,15 @@ class HeadCacheGeneration:
         @functools.wraps(original)
         def generate(*args: Any, **kwargs: Any) -> Any:
             config = kwargs.get("generation_config", args[1] if len(args) > 1 else None)
-            if self._takes_our_cache(config, kwargs):
-                from .head_cache import HeadCache
+            if not self._takes_our_cache(config, kwargs):
+                return original(*args, **kwargs)
+            from .head_cache import HeadCache
 
-                cache = kwargs["past_key_values"] = HeadCache(self._plan)
-                if getattr(config, "is_assistant", False):
-                    cache.activate_past_recording()
-            return original(*args, **kwargs)
+            cache = kwargs["past_key_values"] = HeadCache(self._plan)
+            if getattr(config, "is_assistant", False):
+                cache.activate_past_recording()
+            with self._without_own_cache():
+                return original(*args, **kwargs)
 
         self._own = vars(self._model).get("generate")
         self._installed = generate
@@ -54,10 +58,22 @@ class HeadCacheGeneration:
         """Whether a call of generate uses a cache and the user chose none."""
         if any(kwargs.get(name) is not None for name in CACHES):
             return False
+        if kwargs.get("cache_implementation", getattr(config, "cache_implementation", None)) is not None:
+            return False
         configs = (config, getattr(self._model, "generation_config", None))
+        choices = (kwargs.get("use_cache"), *(getattr(x, "use_cache", None) for x in configs))
+        return next((choice for choice in choices if choice is not None), True) is not False
 
-        def option(name: str) -> Any:
-            values = [kwargs.get(name), *(getattr(x, name, None) for x in configs)]
-            return next((value for value in values if value is not None), None)
-
-        return option("use_cache") is not False and option("cache_implementation") is None
+    @contextmanager
+    def _without_own_cache(self) -> Iterator[None]:
+        """Inside, the model's own generation config names no cache, as some checkpoints' do: it would conflict."""
+        config: Any = getattr(self._model, "generation_config", None)
+        own = getattr(config, "cache_implementation", None)
+        if own is None:
+            yield
+            return
+        config.cache_implementation = None
+        try:
+            yield
+        finally:
+            config.cache_implementation = own

@@ -19,11 +19,11 @@ def check_plan(model: Any, plan: Any) -> None:
     kinds = {layer.kind for layer in plan.layers}
     sites = attention_sites(model)
     of_kinds = [site for site in sites if site.kind in kinds] or sites
-    plan.check_layers([_shape(model, site) for site in of_kinds], type(model).__name__)
+    plan.check_layers([cached_shape(model, site) for site in of_kinds], type(model).__name__)
 
 
-def _shape(model: Any, site: Site) -> LayerShape:
-    """Its KV heads also where norms over all heads forbid that one is removed."""
+def cached_shape(model: Any, site: Site) -> LayerShape:
+    """The shape of a layer; with its KV heads also where norms over all heads forbid that one is removed."""
     try:
         layer = find_projections(model, site)
     except UnsupportedError:
