@@ -164,8 +164,8 @@ lint: setup  ## check style and types
 	else echo "npm is missing: the JavaScript was not checked" >&2; fi
 
 spelling: setup  ## check the spelling of prose and comments (words of our own: tools/vocabulary.txt) and the style of prose
-	$(BIN)/codespell $(shell git ls-files '*.md' '*.py' '*.c' '*.h' '*.js' '*.css' '*.yml' '*.toml' 2>/dev/null)
-	$(BIN)/python tools/prose_style.py $(shell git ls-files '*.md' 2>/dev/null)
+	@$(BIN)/codespell $(shell git ls-files '*.md' '*.py' '*.c' '*.h' '*.js' '*.css' '*.yml' '*.toml' 2>/dev/null)
+	@$(BIN)/python tools/prose_style.py $(shell git ls-files '*.md' 2>/dev/null)
 
 NODE_MODULES := node_modules/.package-lock.json
 $(NODE_MODULES): package.json package-lock.json
