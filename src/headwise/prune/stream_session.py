@@ -109,7 +109,7 @@ def save_stream_report(report: StreamReport, out: Path, overwrite: bool) -> None
 def _texts(tokenizer: Any, length: int, options: StreamOptions, texts: Sequence[str] | None, part: str) -> StreamTexts:
     """One part of the texts; without needles where the pieces are too short or the tokenizer is not one of English."""
     size = _needle_length(length)
-    count = 0 if not size else options.needles if part == "report" else min(options.needles, 1)
+    count = options.needles if size else 0
     cut = partial(stream_texts, tokenizer, length, texts=texts, part=part, limit=options.limit, seed=options.seed)
     try:
         return cut(needles=count, lengths=[size])
