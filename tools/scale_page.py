@@ -45,9 +45,9 @@ def _ratios(cost: Cost) -> str:
     return ", ".join(f"{compute / send:.3g}" for compute, send in pairs)
 
 
-def summary(card: Card) -> Iterator[str]:
+def summary(card: Card, tokens: int) -> Iterator[str]:
     """The formulas of one model in words."""
-    points, layer = crossings(card), card.attention.layers[0]
+    points, long, layer = crossings(card, tokens), crossings(card, LONG), card.attention.layers[0]
     counts = ", ".join(map(str, points["rank_counts"]))
     kv_note = f"beyond {layer.kv} ranks, KV heads are on several of them; " if layer.kv < layer.query else ""
     yield (
@@ -64,12 +64,14 @@ def summary(card: Card) -> Iterator[str]:
     )
     yield (
         f"- Heads, computation against communication: equal at {points['ranks_heads_nvlink']:.1f} ranks by NVLink and "
-        f"at {points['ranks_heads_network']:.1f} by the network, at any length: split them within machines only."
+        f"at {points['ranks_heads_network']:.1f} by the network with {tokens:,} tokens, at "
+        f"{long['ranks_heads_nvlink']:.1f} and {long['ranks_heads_network']:.1f} with {LONG:,}, where attention itself "
+        "computes more: split them within machines only."
     )
     yield (
         "- Weights, computation against communication: by the network equal at "
-        f"{points['tokens_a_rank_weights_network']:,.0f} tokens per rank; with more, communication hides behind "
-        "computation."
+        f"{points['tokens_a_rank_weights_network']:,.0f} tokens per rank in sequences of {tokens:,}; with more, "
+        "communication hides behind computation."
     )
 
 
@@ -108,7 +110,7 @@ def computed_tables(results: Path = RESULTS) -> str:
     for name, tokens in MODELS.items():
         card = read(name)
         parts += [f"### {name}, one layer, one sequence of {tokens:,} tokens, bf16", ""]
-        parts += [*cost_table(card, tokens), "", *summary(card), ""]
+        parts += [*cost_table(card, tokens), "", *summary(card, tokens), ""]
     parts += [f"### llama2-70b at {LONG:,} tokens", "", *cost_table(read("llama2-70b"), LONG, ranks=(8, 64, 1024)), ""]
     parts += ["### Bytes that small runs send", "", *measured_runs(results), ""]
     parts += ['"At most here": the speed of two processes that each do the whole work, without communication.', ""]

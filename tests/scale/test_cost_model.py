@@ -12,7 +12,7 @@ import pytest
 from headwise import UnsupportedError
 from headwise.card import read
 from headwise.cli import main
-from headwise.scale.cost_model import Cost, costs, crossings, format_bytes
+from headwise.scale.cost_model import NVLINK, Cost, costs, crossings, format_bytes
 from headwise.scale.head_plan import HeadPlan
 from headwise.scale.sequence_plan import SequencePlan
 from helpers.tools import load_tool
@@ -55,13 +55,23 @@ def test_flops_and_weights_of_all_ranks_add_up_to_the_card() -> None:
 
 
 def test_crossings_are_where_costs_cross() -> None:
-    at = crossings(read("llama2-70b"))["tokens_heads_against_weights"]
+    at = crossings(read("llama2-70b"), 4096)["tokens_heads_against_weights"]
     below, above = by_way("llama2-70b", 8, at - 1), by_way("llama2-70b", 8, at + 1)
     assert below["heads"].forward < below["weights"].forward
     assert above["heads"].forward > above["weights"].forward
-    ratio = crossings(read("gpt3"))["heads_against_sequence"]
+    ratio = crossings(read("gpt3"), 4096)["heads_against_sequence"]
     ways = by_way("gpt3", 1024, 1 << 17)
     assert ways["heads"].forward / ways["sequence"].forward == pytest.approx(ratio, rel=0.01)
+
+
+@pytest.mark.parametrize("tokens", [2048, 131_072])
+def test_computation_takes_as_long_as_communication_at_the_crossing(tokens: int) -> None:
+    card = read("gpt3")  # no KV head on several ranks, whose computation would be repeated
+    ranks = crossings(card, tokens)["ranks_heads_nvlink"]
+    for count in (8, 16, 32):
+        cost = next(cost for cost in costs(card, count, tokens) if cost.way == "heads")
+        computation, communication = cost.seconds(NVLINK)
+        assert computation / communication == pytest.approx((ranks - 1) / (count - 1), rel=1e-4)
 
 
 def test_headwise_scale_prints_a_plan(capsys: pytest.CaptureFixture[str]) -> None:

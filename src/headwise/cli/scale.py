@@ -32,7 +32,7 @@ def command(model: str, ranks: int, context: int, batch: int, dtype: str, as_jso
     card = read(model)
     kinds = {layer.heads: layer.index for layer in reversed(card.attention.layers) if layer.sharing != "none"}
     plans = [(first, HeadPlan(heads, ranks)) for heads, first in reversed(kinds.items())]
-    ways, points = costs(card, ranks, context, batch, dtype), crossings(card, dtype)
+    ways, points = costs(card, ranks, context, batch, dtype), crossings(card, context, dtype)
     if as_json:
         echo(
             json.dumps(

@@ -135,17 +135,21 @@ def _data_parallel(work: _Workload) -> list[Cost]:
     ]
 
 
-def crossings(card: Card, dtype: str = "bf16") -> dict[str, Any]:
-    """Where one way begins to send less than another, and where communication takes as long as computation."""
+def crossings(card: Card, tokens: int, dtype: str = "bf16") -> dict[str, Any]:
+    """Where one way begins to send less than another, and where communication takes as long as computation.
+
+    tokens: length of every sequence, on which attention's share of the computation depends.
+    """
     layer, weights = _first_layer(card), _layer_parameters(card)
     size = bits(dtype) // 8
-    bytes_per_token = 4 * layer.width * size  # tensor parallel: two all-reduces, each sends nearly twice its payload
-    flops_per_token = 2 * weights
+    flops_per_token = _Workload(layer, weights, 1, tokens, 1, size).flops / tokens
+    # two all-reduces over R ranks send 4 (R - 1) / R of their payload, and each rank computes 1 / R of the FLOPs
+    seconds_per_byte = flops_per_token / PEAK / (4 * layer.width * size)
     return {
         "heads_against_sequence": 4 * layer.width / (layer.kv * (layer.dim + layer.value_dim)),
         "tokens_heads_against_weights": -(-weights // (4 * layer.width)),
-        "ranks_heads_nvlink": flops_per_token / PEAK / (bytes_per_token / NVLINK),
-        "ranks_heads_network": flops_per_token / PEAK / (bytes_per_token / NETWORK),
+        "ranks_heads_nvlink": 1 + seconds_per_byte * NVLINK,
+        "ranks_heads_network": 1 + seconds_per_byte * NETWORK,
         "tokens_a_rank_weights_network": size * weights / NETWORK / (flops_per_token / PEAK),
         "rank_counts": rank_counts([layer.heads]),
     }
