@@ -24,6 +24,10 @@ SKIPS = (
     "JupyterLab is missing",  # a long test; the same widget runs in the browser tests without it
 )
 
+CHROMIUM_OPTIONS = (
+    "--no-sandbox --disable-gpu --disable-background-networking --disable-component-update --disable-sync".split()
+)
+
 _unlisted: list[str] = []
 
 
@@ -88,3 +92,19 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     if _unlisted and exitstatus == 0:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+@pytest.fixture(scope="session")
+def chromium() -> Iterator[Any]:
+    """A real browser. One for all tests of a process: Playwright does not start twice in one."""
+    from playwright.sync_api import sync_playwright
+
+    from helpers.tools import load_tool
+
+    executable = load_tool("chromium").find_chromium()
+    if executable is None:
+        pytest.fail("Chromium is missing; get it with: apt-get install -y chromium (or set CHROMIUM to its path)")
+    with sync_playwright() as tool:
+        browser = tool.chromium.launch(executable_path=executable, args=CHROMIUM_OPTIONS)
+        yield browser
+        browser.close()

@@ -219,7 +219,7 @@ def test_wrong_arguments_are_told(tmp_path: Path) -> None:
         ("[]", "{}", "token_embd.weight", "must be objects in JSON"),
         ("{", "{}", "token_embd.weight", "cannot be read as GGUF"),
         ("{}", "{}", "rope_freqs.weight", "has a tensor 'rope_freqs.weight', which headwise does not write"),
-        ('{"model_type": "llama"}', "{}", "token_embd.weight", "not one that this version wrote"),
+        ('{"model_type": "llama"}', "{}", "token_embd.weight", "this headwise reads 1"),
     ],
 )
 def test_a_file_with_wrong_keys_of_headwise_is_refused(

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.sync_api import sync_playwright
 
 from helpers.tools import load_tool
 
 docs_check = load_tool("docs_check")
-CHROMIUM = docs_check.find_chromium()
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
 SHELL = '<!doctype html><html lang="en"><title>t</title><link rel="icon" href="data:,"><h1>t</h1>'
 PAGES = {
     "good": '<img src="data:image/gif;base64,R0lGODlhAQABAAAAACw=" alt="a dot"><a href="good.html">here</a>',
@@ -28,28 +24,20 @@ PAGES = {
 }
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
-        yield chromium
-        chromium.close()
-
-
 @pytest.mark.parametrize("problem", PAGES)
-def test_a_problem_of_a_page_is_reported(problem: str, browser: Any, tmp_path: Path) -> None:
+def test_a_problem_of_a_page_is_reported(problem: str, chromium: Any, tmp_path: Path) -> None:
     (tmp_path / "page.html").write_text(SHELL + PAGES[problem])
     (tmp_path / "good.html").write_text(SHELL)
     with docs_check.server(tmp_path) as address:
-        found = docs_check.check_pages(browser, address, ["page.html"], 800)
+        found = docs_check.check_pages(chromium, address, ["page.html"], 800)
     assert found == [] if problem == "good" else any(problem in line for line in found), found
 
 
-def test_a_page_without_links_cannot_be_used_by_keyboard(browser: Any, tmp_path: Path) -> None:
+def test_a_page_without_links_cannot_be_used_by_keyboard(chromium: Any, tmp_path: Path) -> None:
     links = "".join(f'<a href="#{i}">link {i}</a>' for i in range(docs_check.TABS))
     for name, body in (("good", links), ("bad", "<p>words</p>")):
         (tmp_path / name).mkdir()
         (tmp_path / name / "index.html").write_text(SHELL + body)
     with docs_check.server(tmp_path) as address:
-        assert docs_check.check_keyboard(browser, f"{address}/good") == []
-        assert docs_check.check_keyboard(browser, f"{address}/bad") != []
+        assert docs_check.check_keyboard(chromium, f"{address}/good") == []
+        assert docs_check.check_keyboard(chromium, f"{address}/bad") != []

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,8 +12,6 @@ import torch
 import headwise
 from headwise.ui import capture
 
-CHROMIUM = ("chromium", "chromium-browser", "google-chrome")
-ARGS = "--no-sandbox --disable-gpu --disable-background-networking --disable-component-update --disable-sync".split()
 ANIMAL = "The animal didn't cross the street because it was too tired."
 WIDE = "The animal didn't cross the street because it was too wide."
 
@@ -48,19 +44,6 @@ def bart() -> tuple[Any, Any]:
         decoder_attention_heads=5, encoder_ffn_dim=17, decoder_ffn_dim=17, max_position_embeddings=53,
     )  # fmt: skip
     return small_checkpoints.sharp(transformers.BartForConditionalGeneration(config)), small_checkpoints.byte_level()
-
-
-@pytest.fixture(scope="session")
-def chromium() -> Iterator[Any]:
-    from playwright.sync_api import sync_playwright
-
-    executable = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, CHROMIUM)), None)
-    if executable is None:
-        pytest.fail("Chromium is missing; get it with: apt-get install -y chromium (or set CHROMIUM to its path)")
-    with sync_playwright() as tool:
-        browser = tool.chromium.launch(executable_path=executable, args=ARGS)
-        yield browser
-        browser.close()
 
 
 class Tab:
