@@ -53,7 +53,6 @@ class Environment:
 
 # the ends of the ranges of pyproject.toml, what constraints.txt pins, and the newest that can be had
 ENVIRONMENTS = (
-    Environment("3.11", "2.7.0", "5.15.0", "aarch64"),
     Environment("3.11", "2.13.0", "5.15.0"),
     Environment("3.11", "2.13.0", "5.22.2"),
     Environment("3.11", "2.14.1", "5.23.0"),
