@@ -43,7 +43,8 @@ NAVIGATION: dict[str, tuple[str, ...]] = {
     "Guide": ("guide/README.md", "guide/[0-9]*.md"),
     HOW_TO: (
         "looking.md", "replace_attention.md", "recorder.md", "watching.md", "own_class.md", "circuits.md",
-        "head_matrices.md", "measuring.md", "cards.md", "pruning.md", "streaming.md", "grouping.md",
+        "head_matrices.md", "measuring.md", "cards.md", "pruning.md", "streaming.md", "streaming_report.md",
+        "grouping.md",
         "models_elsewhere.md", "scale.md",
     ),
     "Lab": ("lab/README.md", "lab/claim*.md"),
