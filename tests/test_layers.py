@@ -16,6 +16,7 @@ LAYERS = (
         "files",
         "html",
         "hub",
+        "logs",
         "json_documents",
         "lazy",
         "markdown",

@@ -58,7 +58,7 @@ def test_missing_packages_and_models_are_named_all_at_once(
 def test_extras_are_those_of_the_package() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     for extra, modules in requirements.MODULES.items():
-        packages = {re.match(r"[\w-]+", line)[0] for line in extras[extra]}  # type: ignore[index]
+        packages = {re.match(r"[\w-]+", line)[0] for line in extras[extra]}  # type: ignore[index]  # every line begins with a name
         assert {{"PIL": "pillow"}.get(module, module) for module in modules} <= packages, extra
 
 

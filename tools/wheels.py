@@ -27,7 +27,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 
-import hatch_build  # noqa: E402
+import hatch_build  # noqa: E402  # found by the path above
 
 DIST, RESULTS, PAGE = ROOT / "dist", ROOT / "build/wheels.json", ROOT / "docs/wheels.md"
 ZIG = [sys.executable, "-m", "ziglang"]

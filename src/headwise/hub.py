@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
+
+from .logs import quiet_logger
 
 
 def unreachable() -> bool:
@@ -23,15 +24,6 @@ def unreachable() -> bool:
     return False
 
 
-@contextmanager
-def quiet() -> Iterator[None]:
+def quiet() -> AbstractContextManager[None]:
     """Silence the warnings and retry lines of huggingface_hub; the error message has what matters."""
-    import logging
-
-    log = logging.getLogger("huggingface_hub")
-    level = log.level
-    log.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        log.setLevel(level)
+    return quiet_logger("huggingface_hub")

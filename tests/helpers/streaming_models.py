@@ -41,10 +41,14 @@ REFERENCE = "masks_per_head"  # attn_implementation of the reference
 
 
 def build(family: str, implementation: str = "sdpa", dtype: torch.dtype = torch.float64) -> Any:
-    """A random model whose weights are large enough that its heads attend unevenly; the same in every call."""
-    kind, sizes = FAMILIES[family]
+    """A random model of one of the families; the same in every call."""
     if family in EAGER and implementation == "sdpa":
         implementation = "eager"
+    return random_decoder(*FAMILIES[family], implementation).to(dtype)
+
+
+def random_decoder(kind: str, sizes: dict[str, Any], implementation: str) -> Any:
+    """A random model in float64, whose weights are large enough that its heads attend unevenly."""
     config = transformers.AutoConfig.for_model(kind, **sizes)
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=implementation).double().eval()
@@ -53,7 +57,7 @@ def build(family: str, implementation: str = "sdpa", dtype: torch.dtype = torch.
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(torch.randn_like(parameter) * (0.3 if "norm" in name or "ln" in name else 0.4))
-    return model.to(dtype)
+    return model
 
 
 def layers_of(model: Any) -> tuple[StreamLayer, ...]:

@@ -15,6 +15,7 @@ from torch import Tensor
 import headwise
 from headwise import CheckpointError, ContextNeed, HeadwiseError, UnsupportedError
 from headwise.attention import functional
+from helpers.streaming_models import random_decoder
 
 SIZES: dict[str, Any] = {
     "vocab_size": 89, "hidden_size": 30, "num_hidden_layers": 3, "intermediate_size": 17, "num_attention_heads": 6,
@@ -36,17 +37,7 @@ WINDOWS, KEEP_FIRST, LENGTH = (3, 7), 2, 19
 
 
 def build(family: str, implementation: str = "sdpa") -> Any:
-    """A random model in float64, whose weights are large enough that its heads attend unevenly."""
-    kind, sizes = FAMILIES[family]
-    config = transformers.AutoConfig.for_model(kind, **sizes)
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=implementation).double().eval()
-    if kind == "gpt_oss":
-        model.set_experts_implementation("eager")  # grouped matrix products exist in single and half precision only
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(torch.randn_like(parameter) * (0.3 if "norm" in name or "ln" in name else 0.4))
-    return model
+    return random_decoder(*FAMILIES[family], implementation)
 
 
 def padded_batch(side: str) -> dict[str, Tensor]:

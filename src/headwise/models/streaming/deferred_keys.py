@@ -33,11 +33,13 @@ class DeferredKeys(Tensor):
     def __init__(self, added: Tensor, cached: StreamedKeys, sequences: SequenceStarts) -> None:
         super().__init__()
 
-    def __repr__(self) -> str:  # type: ignore[override]
+    def __repr__(self) -> str:  # type: ignore[override]  # Tensor's takes tensor_contents
         return f"DeferredKeys{tuple(self.shape)}"
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+    def __torch_dispatch__(  # type: ignore[override]  # Tensor has it as an attribute
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         raise UnsupportedError(
             f"{func} cannot read the keys of a HeadCache, whose streaming heads have fewer keys than the others; load "
             'the model with attn_implementation="headwise" (after headwise.register()), or run it inside '

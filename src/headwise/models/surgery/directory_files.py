@@ -70,14 +70,10 @@ def has_source_weights(model: Any) -> bool:
     except (HeadwiseError, OSError):
         return False
     state = model.state_dict()
-    stored_names = {name for file in files for name in file.keys()}  # noqa: SIM118  # this is no dict
-    if not stored_names <= set(state):
+    stored = [(name, file) for file in files for name in file.keys()]  # noqa: SIM118  # a file is no dict
+    if not {name for name, _ in stored} <= set(state):
         return False
-    return all(
-        _is_same(file.get_tensor(name), state[name].detach().cpu())
-        for file in files
-        for name in file.keys()  # noqa: SIM118
-    )
+    return all(_is_same(file.get_tensor(name), state[name].detach().cpu()) for name, file in stored)
 
 
 def _is_same(stored: Tensor, tensor: Tensor) -> bool:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import copy
-import logging
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 
 from ...errors import CheckpointError, UnsupportedError
 from ...files import write_atomically
+from ...logs import quiet_logger
 from ..loading.quiet import quiet_transformers
 from .dummy_inputs import close, dummy_inputs, first_line, output_tensors
 
@@ -52,18 +52,15 @@ class TensorModule(nn.Module):
 
 def write_onnx(model: Any, path: Path) -> tuple[OnnxTarget, float]:
     """Write a model to an ONNX file and run it; what was written, and the largest difference of the outputs."""
-    try:
-        import onnx  # noqa: F401
-        import onnxruntime  # noqa: F401
-        import onnxscript  # noqa: F401
-    except ImportError as error:
-        raise CheckpointError(f"ONNX files need {error.name}; get it with: pip install 'headwise[onnx]'") from error
+    missing = [name for name in ("onnx", "onnxruntime", "onnxscript") if find_spec(name) is None]
+    if missing:
+        raise CheckpointError(f"ONNX files need {', '.join(missing)}; install: pip install 'headwise[onnx]'")
     inputs = _check_model(model)
     duplicate = copy.deepcopy(model).cpu().eval()
     with torch.no_grad():
         cases = [(case, duplicate(**case)) for case in _checked_inputs(duplicate)]
     target = OnnxTarget([*inputs], _output_names(cases[0][1]), "pixel_values" in inputs)
-    with write_atomically(path, CheckpointError) as file, quiet_transformers(), _quiet_exporter():
+    with write_atomically(path, CheckpointError) as file, quiet_transformers(), quiet_logger("torch.onnx"):
         _export_first(duplicate, inputs, target, file)
         distance = _compare(file, cases)
         if not distance <= close(model):
@@ -85,18 +82,6 @@ def _export_first(model: Any, inputs: dict[str, Tensor], target: OnnxTarget, fil
         except Exception as error:  # the exporter fails in any way on code that it does not understand
             message = first_line(error)
     raise UnsupportedError(f"{type(model).__name__} cannot be written as ONNX: PyTorch's exporter says {message}")
-
-
-@contextmanager
-def _quiet_exporter() -> Iterator[None]:
-    """The exporter warns of packages that it does not need."""
-    logger = logging.getLogger("torch.onnx")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
 
 
 def _check_model(model: Any) -> dict[str, Tensor]:
