@@ -10,6 +10,7 @@ import torch
 
 from headwise.scale import run_folder
 from headwise.scale.agreement import (
+    FAILED,
     FINE,
     SIZE,
     Record,
@@ -17,6 +18,7 @@ from headwise.scale.agreement import (
     describe_difference,
     describe_tensor,
     floating_tensors,
+    is_alike,
     sketch,
 )
 
@@ -104,3 +106,35 @@ def test_a_folder_that_another_run_removes_meanwhile_is_made_again(
     lock.acquire(5.0)
     assert len(calls) == 2 and (tmp_path / "unfinished" / "lock").exists()
     lock.release()
+
+
+def maxima(records: list[Record]) -> list[float]:
+    """What an all-reduce of the records' extremes gives every rank."""
+    return [max(column) for column in zip(*(record.extremes() for record in records), strict=True)]
+
+
+def test_records_are_alike_where_no_difference_can_be_described() -> None:
+    x = torch.randn(5, 7, generator=torch.Generator().manual_seed(0))
+    named = {"x": x}
+    same = [Record.of(FINE, "a call", number, {"x": x * (1 + 1e-7 * number)}) for number in range(3)]
+    assert is_alike(maxima(same), named) and describe_difference(same, named) == ""
+    for other in (
+        Record.of(FINE, "another call", 0, named),
+        Record.of(FINE, "a call", 0, {"x": x + 0.3}),
+        Record.of(FINE, "a call", 0, {"x": x.flip(1)}),
+    ):
+        for place in range(3):
+            records = [*same[:place], other, *same[place:]]
+            assert not is_alike(maxima(records), named) and describe_difference(records, named) != ""
+
+
+def test_a_rank_that_failed_is_like_no_other() -> None:
+    assert not is_alike(maxima([Record.of(FAILED, "it broke")] * 2), {})
+    assert is_alike(maxima([Record.of(FINE, "here")] * 2), {})
+
+
+def test_every_piece_of_a_digest_is_exact_in_float64() -> None:
+    record = Record.of(FINE, "a call")
+    ones = Record(FINE, b"\xff" * 32, 0, record.sketches, "")
+    below = Record(FINE, b"\xff" * 23 + b"\xfe" + b"\xff" * 8, 0, record.sketches, "")  # another last compared byte
+    assert not is_alike(maxima([ones, below]), {})
