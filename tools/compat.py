@@ -5,8 +5,7 @@
 
 Each environment is a folder that pip fills, with the wheel of dist/ (make wheels), and that is removed afterwards.
 PyTorch is installed without its dependencies: NVIDIA's libraries, gigabytes that its builds for CUDA need to be
-imported, are taken from the folder COMPAT_NVIDIA. An environment on aarch64 runs in qemu-user, with the root of a
-Debian arm64 system that has Python in COMPAT_AARCH64. Interpreters are searched on the path (python3.13) and in pyenv.
+imported, are taken from the folder COMPAT_NVIDIA. Interpreters are searched on the path (python3.13) and in pyenv.
 """
 
 from __future__ import annotations
@@ -27,28 +26,21 @@ RESULTS, PAGE = ROOT / "build/compat.json", ROOT / "docs/compatibility.md"
 TESTS = ("tests/test_compatibility.py",)
 TORCH_NEEDS = ("filelock", "typing-extensions", "sympy", "networkx", "jinja2", "fsspec", "setuptools")
 PACKAGES = ("numpy", "safetensors", "click", "rich", "gguf", "accelerate", "pytest", "hypothesis", "psutil")
-HERE = platform.machine()
 
 
 @dataclass(frozen=True)
 class Environment:
-    """Versions to be tested together; `machine` is another one than this where it is emulated."""
+    """Versions to be tested together."""
 
     python: str
     torch: str
     transformers: str
-    machine: str = HERE
 
-    def interpreter(self) -> list[str] | None:
-        """The command that starts the Python, or None where there is none."""
-        if self.machine != HERE:
-            root = os.environ.get("COMPAT_AARCH64", "")
-            path = Path(root) / f"usr/bin/python{self.python}"
-            return ["qemu-aarch64", "-L", root, str(path)] if root and path.exists() else None
+    def interpreter(self) -> str | None:
+        """The Python, or None where there is none."""
         folders = sorted((Path.home() / ".pyenv/versions").glob(f"{self.python}.*/bin"))
         path_here = os.pathsep.join([os.environ["PATH"], *map(str, folders)])
-        program = shutil.which(f"python{self.python}", path=path_here)
-        return [program] if program else None
+        return shutil.which(f"python{self.python}", path=path_here)
 
 
 # the ends of the ranges of pyproject.toml, what constraints.txt pins, and the newest that can be had
@@ -60,9 +52,9 @@ ENVIRONMENTS = (
 )
 
 
-def wheel(machine: str) -> Path:
-    """The wheel of a Linux machine in dist/."""
-    paths = sorted((ROOT / "dist").glob(f"headwise-*-manylinux_*_{machine}.whl"))
+def wheel() -> Path:
+    """The wheel in dist/ for Linux on this machine."""
+    paths = sorted((ROOT / "dist").glob(f"headwise-*-manylinux_*_{platform.machine()}.whl"))
     if not paths:
         sys.exit("dist/ has no wheels: make wheels")
     return paths[-1]
@@ -81,37 +73,33 @@ def run_environment(environment: Environment) -> str:
         for packages in (
             [torch, "--no-deps"],
             [*TORCH_NEEDS, *PACKAGES, transformers],
-            [str(wheel(environment.machine))],
+            [str(wheel())],
         ):
             extra = ["--no-deps"] if packages[0].endswith(".whl") else []
             problem = install(interpreter, site, [*packages, *extra])
             if problem:
                 return f"not run: pip has no {packages[0]} for it ({problem})"
         shutil.copytree(ROOT / "tests", f"{folder}/tests", ignore=shutil.ignore_patterns("__pycache__"))
-        probe = [*interpreter, "-c", "import torch"]
+        probe = [interpreter, "-c", "import torch"]
         process = subprocess.run(probe, cwd=folder, env=variables, capture_output=True, text=True, check=False)
         if process.returncode:
             return f"not run: {process.stderr.strip().splitlines()[-1]}"
-        command = [*interpreter, "-m", "pytest", "-q", "-p", "no:cacheprovider", *TESTS]
+        command = [interpreter, "-m", "pytest", "-q", "-p", "no:cacheprovider", *TESTS]
         process = subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, check=False)
     if process.returncode:
         sys.stdout.write(process.stdout[-20000:] + process.stderr[-2000:])
     return re.sub(r"^=+ | =+$| in [\d.]+s.*", "", process.stdout.strip().splitlines()[-1])
 
 
-def install(interpreter: list[str], site: str, packages: list[str]) -> str | None:
+def install(interpreter: str, site: str, packages: list[str]) -> str | None:
     """Fill a folder with wheels, by uv where it is installed, else by pip. Returns None, or an error's last line."""
     uv = shutil.which("uv")
-    if uv and len(interpreter) == 1:
-        command = [uv, "pip", "install", "-q", "--python", interpreter[0], "--index-strategy", "unsafe-best-match"]
+    if uv:
+        command = [uv, "pip", "install", "-q", "--python", interpreter, "--index-strategy", "unsafe-best-match"]
     else:
-        command = [*interpreter, "-m", "pip", "install", "-q", "--upgrade"]
-    variables = {
-        **os.environ,
-        "PYTHONPATH": os.environ.get("COMPAT_PIP", ""),
-    }  # a wheel of pip, for a Python without it
+        command = [interpreter, "-m", "pip", "install", "-q", "--upgrade"]
     command += ["--target", site, "--only-binary=:all:", *packages]
-    process = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
     return process.stderr.strip().splitlines()[-1] if process.returncode else None
 
 
@@ -137,17 +125,10 @@ def load_results() -> dict[str, str]:
 
 def table(results: dict[str, str]) -> str:
     """The results as a Markdown table."""
-    lines = ["| Python | torch | transformers | machine | result |", "|---|---|---|---|---|"]
+    lines = ["| Python | torch | transformers | result |", "|---|---|---|---|"]
     for environment in ENVIRONMENTS:
-        machine = f"{environment.machine}{'' if environment.machine == HERE else ', emulated'}"
-        cells = (
-            environment.python,
-            environment.torch,
-            environment.transformers,
-            machine,
-            results.get(key(environment), "not run"),
-        )
-        lines.append(f"| {' | '.join(cells)} |")
+        cells = (environment.python, environment.torch, environment.transformers)
+        lines.append(f"| {' | '.join(cells)} | {results.get(key(environment), 'not run')} |")
     return "\n".join(lines)
 
 
