@@ -73,7 +73,6 @@ def count_bytes(ranks: Ranks, call: Callable[[], Any], formula: int) -> dict[str
     return {
         "formula": formula,
         "counted": traffic.data,
-        "agreeing": traffic["gathers"],
         "wire_of_all_ranks": loopback_bytes() - before,
     }
 

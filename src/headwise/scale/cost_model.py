@@ -1,18 +1,21 @@
 """Bytes sent and FLOPs computed per layer, for each way of splitting a model over ranks. Needs no torch.
 
-Each number is a formula of a card and a plan; small runs count the same numbers (benchmarks/scale.py), and
-tools/scale_page.py writes both into docs/scale.md.
+Each number is a formula of a card and a plan. A simulation of any number of ranks counts the same bytes (`simulation`),
+and so do small runs (benchmarks/scale.py); tools/scale_page.py writes them into docs/scale.md.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ..card import Card, Counts, Layer
+from ..card import Card, Layer
 from ..card.cost import bits, pairs
-from ..errors import HeadwiseError, UnsupportedError
-from .head_plan import HeadPlan, all_reduce_bytes, rank_counts
+from ..errors import ShapeError
+from .head_plan import HeadPlan, all_gather_bytes, all_reduce_bytes, check_ranks, rank_counts, split_evenly
+from .layer_parameters import LayerParameters, first_layer, layer_parameters, matrix_numbers
 from .sequence_plan import SequencePlan
 
 # FLOP/s of a GPU and bytes/s of its links, to say where communication takes longer than computation: NVIDIA's data
@@ -23,7 +26,7 @@ GRADIENT_BYTES = 4  # of a key's or value's gradient, which is summed in fp32
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """One layer of a model, split in one way over some ranks: what the busiest rank sends, computes and holds."""
+    """One layer of a model, split in one way over some ranks: what a rank, or the busiest, sends, computes and holds."""
 
     way: str  # "heads" (tensor parallel), "sequence" (context parallel), "weights" (FSDP) or "corpus" (DDP)
     ranks: int
@@ -50,7 +53,7 @@ class _Workload:
     """One layer and the tokens that pass through it."""
 
     layer: Layer
-    weights: int  # parameters of the layer
+    parameters: LayerParameters
     ranks: int
     tokens: int
     batch: int
@@ -58,7 +61,7 @@ class _Workload:
 
     @property
     def linear_flops(self) -> int:
-        return 2 * self.weights * self.tokens * self.batch
+        return 2 * self.parameters.matrices * self.tokens * self.batch
 
     @property
     def attention_flops(self) -> int:
@@ -71,10 +74,18 @@ class _Workload:
 
     @property
     def weight_bytes(self) -> int:
-        return self.weights * self.size
+        return self.parameters.total * self.size
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes that a rank sends to sum the gradients of all weights, one all-reduce per parameter."""
+        payloads = [*map(math.prod, self.parameters.shapes()), self.parameters.rest]
+        return sum(all_reduce_bytes(payload * self.size, self.ranks) for payload in payloads)
 
 
-def costs(card: Card, ranks: int, tokens: int, batch: int = 1, dtype: str = "bf16") -> list[Cost]:
+def costs(
+    card: Card, ranks: int, tokens: int, batch: int = 1, dtype: str = "bf16", *, rank: int | None = None
+) -> list[Cost]:
     """Every way of splitting one layer of a decoder over so many ranks.
 
     Args:
@@ -83,26 +94,35 @@ def costs(card: Card, ranks: int, tokens: int, batch: int = 1, dtype: str = "bf1
         tokens: length of every sequence.
         batch: sequences, over all ranks.
         dtype: of weights and activations.
+        rank: whose costs; by default the largest that any rank has.
     """
-    work = _Workload(_first_layer(card), _layer_parameters(card), ranks, tokens, batch, bits(dtype) // 8)
-    context_parallel = [_context_parallel(work)] if tokens >= 2 * ranks else []
-    return [_tensor_parallel(work), *context_parallel, *_data_parallel(work)]
+    check_ranks(ranks)
+    if rank is not None and not 0 <= rank < ranks:
+        raise ShapeError(f"there are ranks 0 to {ranks - 1}, got {rank}")
+    work = _Workload(first_layer(card), layer_parameters(card), ranks, tokens, batch, bits(dtype) // 8)
+    rank_numbers = range(ranks) if rank is None else (rank,)
+    context_parallel = [_context_parallel(work, rank_numbers)] if tokens >= 2 * ranks else []
+    return [_tensor_parallel(work, rank_numbers), *context_parallel, *_data_parallel(work, rank_numbers)]
 
 
-def _tensor_parallel(work: _Workload) -> Cost:
+def _tensor_parallel(work: _Workload, rank_numbers: Sequence[int]) -> Cost:
     """Heads and the feed-forward layer's inner width over ranks: two all-reduces per pass."""
-    layer, plan = work.layer, HeadPlan(work.layer.heads, work.ranks)
-    query_heads = max(len(share.query) for share in plan.shares)
-    kv_heads = max(len(share.kv) for share in plan.shares)
-    width = layer.width * (layer.dim + layer.value_dim)  # parameters of W_Q and W_O, or W_K and W_V, per head
-    rest = work.weights - width * (layer.query + layer.kv)
-    weights = width * (query_heads + kv_heads) + -(-rest // work.ranks)
+    layer, parameters, plan = work.layer, work.parameters, HeadPlan(work.layer.heads, work.ranks)
+    inner = split_evenly(parameters.inner, work.ranks)
+    shapes = [[*parameters.shapes_on(plan.shares[rank], inner[rank])] for rank in rank_numbers]
+    rest = -(-parameters.rest // work.ranks)
+    weights = rest + max(sum(map(math.prod, local)) for local in shapes)
+    matrices = rest + max(map(matrix_numbers, shapes))
+    query_heads = max(len(plan.shares[rank].query) for rank in rank_numbers)
     all_reduce = plan.bytes_sent(work.batch, work.tokens, work.size)
     forward = 2 * all_reduce  # after W_O, and after the feed-forward layer
     backward = all_reduce + max(
-        plan.bytes_sent_backward(rank, work.batch, work.tokens, work.size, bias=False) for rank in range(work.ranks)
+        plan.bytes_sent_backward(rank, work.batch, work.tokens, work.size, bias=parameters.qkv_bias)
+        for rank in rank_numbers
     )
-    flops = int(work.linear_flops / work.weights * weights + work.attention_flops * query_heads / layer.query)
+    if parameters.head_norms:  # whole on every rank, which norms its own heads
+        backward += 2 * all_reduce_bytes(layer.dim * work.size, work.ranks)
+    flops = 2 * matrices * work.tokens * work.batch + work.attention_flops * query_heads // layer.query
     note = ""
     if work.ranks > layer.query:
         note = f"{work.ranks - layer.query} ranks have no head"
@@ -111,27 +131,33 @@ def _tensor_parallel(work: _Workload) -> Cost:
     return Cost("heads", work.ranks, forward, forward + backward, flops, weights * work.size, note)
 
 
-def _context_parallel(work: _Workload) -> Cost:
+def _context_parallel(work: _Workload, rank_numbers: Sequence[int]) -> Cost:
     """Tokens over ranks: keys and values are sent to the ranks that need them; every rank holds all weights."""
     layer, ranks = work.layer, work.ranks
     plan = SequencePlan(work.tokens, ranks, right=0 if layer.causal else None, zigzag=layer.causal)
     numbers = work.batch * layer.kv * (layer.dim + layer.value_dim)  # of a token's keys and values
-    busiest_rank = ranks - 1  # without a window: its last chunk comes first in the sequence, and all ranks need it
-    forward = plan.bytes_sent(busiest_rank, numbers * work.size)
-    backward = plan.bytes_sent_backward(busiest_rank, numbers * work.size, numbers * GRADIENT_BYTES)
-    gradients = all_reduce_bytes(work.weight_bytes, ranks)
-    return Cost("sequence", ranks, forward, forward + backward + gradients, -(-work.flops // ranks), work.weight_bytes)
+    token_bytes, gradient_bytes = numbers * work.size, numbers * GRADIENT_BYTES
+    forward = max(plan.bytes_sent(rank, token_bytes) for rank in rank_numbers)
+    both = max(
+        plan.bytes_sent(rank, token_bytes) + plan.bytes_sent_backward(rank, token_bytes, gradient_bytes)
+        for rank in rank_numbers
+    )
+    return Cost("sequence", ranks, forward, both + work.gradient_bytes, -(-work.flops // ranks), work.weight_bytes)
 
 
-def _data_parallel(work: _Workload) -> list[Cost]:
-    """Sequences over ranks, the weights sharded (FSDP) or whole on every rank (DDP)."""
-    ranks = work.ranks
+def _data_parallel(work: _Workload, rank_numbers: Sequence[int]) -> list[Cost]:
+    """Sequences over ranks, the weights sharded (FSDP2, rows of each parameter) or whole on every rank (DDP)."""
+    ranks, rest = work.ranks, -(-work.parameters.rest // work.ranks)
     sequences = -(-work.batch // ranks)  # with fewer sequences than ranks, some ranks have no work
     flops, note = sequences * (work.flops // work.batch), f"{sequences} sequence{'s' * (sequences > 1)} per rank"
-    gather_bytes = (ranks - 1) * work.weight_bytes // ranks
+    rows = [(shape[0], math.prod(shape[1:])) for shape in work.parameters.shapes()]
+    padded = rest + sum(-(-count // ranks) * size for count, size in rows)  # shards of equal size are sent
+    first = min(rank_numbers)  # earlier ranks hold at least as much
+    local = rest + sum(min(-(-count // ranks), max(0, count - first * -(-count // ranks))) * size for count, size in rows)
+    gather_bytes = all_gather_bytes(padded * work.size, ranks)
     return [
-        Cost("weights", ranks, gather_bytes, 3 * gather_bytes, flops, -(-work.weight_bytes // ranks), note),
-        Cost("corpus", ranks, 0, all_reduce_bytes(work.weight_bytes, ranks), flops, work.weight_bytes, note),
+        Cost("weights", ranks, gather_bytes, 3 * gather_bytes, flops, local * work.size, note),
+        Cost("corpus", ranks, 0, work.gradient_bytes, flops, work.weight_bytes, note),
     ]
 
 
@@ -140,9 +166,9 @@ def crossings(card: Card, tokens: int, dtype: str = "bf16") -> dict[str, Any]:
 
     tokens: length of every sequence, on which attention's share of the computation depends.
     """
-    layer, weights = _first_layer(card), _layer_parameters(card)
-    size = bits(dtype) // 8
-    flops_per_token = _Workload(layer, weights, 1, tokens, 1, size).flops / tokens
+    layer, parameters = first_layer(card), layer_parameters(card)
+    size, weights = bits(dtype) // 8, parameters.total
+    flops_per_token = _Workload(layer, parameters, 1, tokens, 1, size).flops / tokens
     # two all-reduces over R ranks send 4 (R - 1) / R of their payload, and each rank computes 1 / R of the FLOPs
     seconds_per_byte = flops_per_token / PEAK / (4 * layer.width * size)
     return {
@@ -153,21 +179,6 @@ def crossings(card: Card, tokens: int, dtype: str = "bf16") -> dict[str, Any]:
         "tokens_a_rank_weights_network": size * weights / NETWORK / (flops_per_token / PEAK),
         "rank_counts": rank_counts([layer.heads]),
     }
-
-
-def _first_layer(card: Card) -> Layer:
-    layers = [layer for layer in card.attention.layers if layer.sharing in ("MHA", "GQA", "MQA")]
-    if not layers:
-        raise UnsupportedError(f"{card.name} has no attention of plain heads to split")
-    return layers[0]
-
-
-def _layer_parameters(card: Card) -> int:
-    """Parameters of one layer that are used for every token."""
-    counts = card.parameters
-    if not isinstance(counts, Counts):
-        raise HeadwiseError(f"the parameters of {card.name} are not known: {counts}")
-    return (counts.attention + counts.ffn - counts.idle) // len(card.attention.layers)
 
 
 def format_bytes(count: float) -> str:

@@ -10,8 +10,9 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
@@ -20,11 +21,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import all_reduce as reduce_digest  # by a name of its own: `traffic` counts data, not agreements
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ..errors import HeadwiseError, RankError
 from .agreement import FAILED, FINE, Record, describe_difference, is_alike
+from .traffic import uncounted
 
 TIMEOUT = 300.0  # seconds that a rank waits for the others, by default
 FAILURE_WAIT = 5.0  # seconds in which a failed rank finds out whether all ranks failed in the same call
@@ -35,6 +36,8 @@ UNUSED_TAG = (1 << 31) - 1  # of point-to-point messages that no rank sends
 OUT_OF_STEP = "the ranks are no longer in step, start all of them again"
 
 agreement_counts: Counter[str] = Counter()  # agreements so far by group name: the same number on every rank
+# every rank's number in agreements of simulated ranks, where it is not this rank's own
+simulated_numbers: ContextVar[Sequence[int] | None] = ContextVar("headwise_simulated_numbers", default=None)
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,11 @@ class Ranks:
     def group(self) -> Any:
         """PyTorch's process group; None for a single process."""
         return None if self.mesh is None else self.mesh.get_group()
+
+    @cached_property
+    def simulated(self) -> bool:
+        """Whether this is the only rank that runs: PyTorch's fake process group, which sends nothing (`simulation`)."""
+        return self.mesh is not None and dist.get_backend(self.group) == dist.Backend.FAKE
 
     @cached_property
     def _subgroups(self) -> dict[tuple[int, ...], Any]:
@@ -105,10 +113,10 @@ class Ranks:
         Returns:
             Every rank's `number`.
         """
-        if self.count == 1:
+        if self.count == 1 or self.simulated:
             if not isinstance(description, str):
                 description()  # for its errors
-            return [number]
+            return list(simulated_numbers.get() or [number] * self.count)
         own_error = None
         try:
             text = description if isinstance(description, str) else description()
@@ -136,8 +144,8 @@ class Ranks:
         numbers = [-math.inf] * self.count
         numbers[self.rank] = record.number
         maxima = torch.tensor([*record.extremes(), *numbers], dtype=torch.float64, device=self.device)
-        with self.transport_errors(activity):
-            self._wait(reduce_digest(maxima, op=dist.ReduceOp.MAX, group=self.group, async_op=True))
+        with self.transport_errors(activity), uncounted():
+            self._wait(dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=self.group, async_op=True))
         results = maxima.tolist()
         extremes, numbers = results[: -self.count], results[-self.count :]
         return [int(number) for number in numbers] if is_alike(extremes, values) else None
@@ -146,7 +154,7 @@ class Ranks:
         """Every rank's record."""
         message = torch.frombuffer(bytearray(record.pack()), dtype=torch.uint8).to(self.device)
         messages = [torch.empty_like(message) for _ in range(self.count)]
-        with self.transport_errors(activity):
+        with self.transport_errors(activity), uncounted():
             self._wait(dist.all_gather(messages, message, group=self.group, async_op=True))
         return [Record.unpack(x.cpu().numpy().tobytes()) for x in messages]
 

@@ -5,23 +5,33 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..errors import UnsupportedError
 from .head_plan import all_gather_bytes, all_reduce_bytes
+
+NAMESPACES = ("c10d", "_c10d_functional")  # of the operators that a call of torch.distributed, or DTensor's, ends in
+_counts: ContextVar[bool] = ContextVar("headwise_counts_traffic", default=True)
 
 
 class Traffic(Counter[str]):
-    """Bytes that this rank sends: "sums" (all-reduce), "gathers" (all-gather), "messages" (point to point).
+    """Bytes that this rank sends, by kind of communication; agreements between ranks are not counted.
 
-    Collectives are counted as the ring algorithm sends them, which gloo and nccl use for large tensors.
+    The kinds: "sums" (all-reduce), "gathers" (all-gather), "scatters" (reduce-scatter), "exchanges" (all-to-all),
+    "messages" (point to point), "broadcasts" (on the rank that they come from). All-reduce, all-gather and
+    reduce-scatter are counted as the ring algorithm sends them, which gloo and nccl use for large tensors.
     """
 
     @property
     def data(self) -> int:
-        """All but gathers, by which ranks only agree."""
-        return self["sums"] + self["messages"]
+        """Of all kinds."""
+        return self.total()
 
 
 @contextmanager
@@ -35,41 +45,120 @@ def count_traffic() -> Iterator[Traffic]:
         25165824
     """
     traffic = Traffic()
-
-    def count_all_reduce(call: Callable[..., Any]) -> Callable[..., Any]:
-        def all_reduce(tensor: Any, *args: Any, **options: Any) -> Any:
-            ranks = dist.get_world_size(options.get("group"))
-            traffic["sums"] += all_reduce_bytes(tensor.numel() * tensor.element_size(), ranks)
-            return call(tensor, *args, **options)
-
-        return all_reduce
-
-    def count_all_gather(call: Callable[..., Any]) -> Callable[..., Any]:
-        def all_gather(tensors: Any, tensor: Any, *args: Any, **options: Any) -> Any:
-            ranks = dist.get_world_size(options.get("group"))
-            traffic["gathers"] += all_gather_bytes(tensor.numel() * tensor.element_size(), ranks)
-            return call(tensors, tensor, *args, **options)
-
-        return all_gather
-
-    def count_messages(call: Callable[..., Any]) -> Callable[..., Any]:
-        def batch_isend_irecv(operations: Any) -> Any:
-            tensors = [x.tensor for x in operations if x.op is dist.isend]
-            traffic["messages"] += sum(x.numel() * x.element_size() for x in tensors)
-            return call(operations)
-
-        return batch_isend_irecv
-
-    wrappers = {
-        "all_reduce": count_all_reduce,
-        "all_gather": count_all_gather,
-        "batch_isend_irecv": count_messages,
-    }
-    originals = {name: getattr(dist, name) for name in wrappers}
-    try:
-        for name, wrap in wrappers.items():
-            setattr(dist, name, wrap(originals[name]))
+    with _CollectiveCounter(traffic):
         yield traffic
+
+
+@contextmanager
+def uncounted() -> Iterator[None]:
+    """Around communication that is no data: `count_traffic` leaves it out."""
+    token = _counts.set(False)
+    try:
+        yield
     finally:
-        for name, call in originals.items():
-            setattr(dist, name, call)
+        _counts.reset(token)
+
+
+class _CollectiveCounter(TorchDispatchMode):
+    """Sees every operator, and adds up what those of torch.distributed send."""
+
+    def __init__(self, traffic: Traffic) -> None:
+        super().__init__()
+        self.traffic = traffic
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # DTensor first turns the operator into some on plain tensors, which come here
+        if op.namespace in NAMESPACES and _counts.get():
+            name = op.name().split("::")[1].split(".")[0].strip("_")
+            names = (argument.name for argument in op._schema.arguments)
+            self._count(name, dict(zip(names, args, strict=False)) | (kwargs or {}))
+        return op(*args, **(kwargs or {}))
+
+    def _count(self, name: str, arguments: dict[str, Any]) -> None:
+        if name in SILENT:
+            return
+        if name not in SENT:
+            raise UnsupportedError(f"the bytes of torch.distributed's {name} are not counted")
+        kind, sent = SENT[name]
+        self.traffic[kind] += sent(arguments, _group(arguments))
+
+
+def _group(arguments: dict[str, Any]) -> Any:
+    """The process group of an operator."""
+    if "process_group" in arguments:
+        return dist.ProcessGroup.unbox(arguments["process_group"])
+    group = arguments["group_name"]
+    return dist.distributed_c10d._resolve_process_group(group) if isinstance(group, str) else group
+
+
+def _size(x: Any) -> int:
+    """Bytes of a tensor, or of all in a list."""
+    return x.numel() * x.element_size() if isinstance(x, Tensor) else sum(map(_size, x))
+
+
+def _each(*names: str) -> Callable[[dict[str, Any]], list[int]]:
+    """The sizes of the tensors in the first of these arguments that an operator has."""
+
+    def sizes(arguments: dict[str, Any]) -> list[int]:
+        x = next(arguments[name] for name in names if name in arguments)
+        return [_size(x)] if isinstance(x, Tensor) else [_size(y) for y in x]
+
+    return sizes
+
+
+_inputs = _each("tensors", "inputs", "input_tensors", "input_list", "input_tensor", "input", "tensor")
+_outputs = _each("outputs", "output_tensors", "output_tensor")
+
+
+def _sum(arguments: dict[str, Any], group: Any) -> int:
+    return sum(all_reduce_bytes(size, group.size()) for size in _inputs(arguments))
+
+
+def _gather(arguments: dict[str, Any], group: Any) -> int:
+    return all_gather_bytes(sum(_inputs(arguments)), group.size())
+
+
+def _scatter(arguments: dict[str, Any], group: Any) -> int:
+    return all_gather_bytes(sum(_outputs(arguments)), group.size())
+
+
+def _functional_scatter(arguments: dict[str, Any], group: Any) -> int:
+    return all_gather_bytes(sum(_inputs(arguments)) // group.size(), group.size())
+
+
+def _exchange(arguments: dict[str, Any], group: Any) -> int:
+    """All but what a rank sends to itself."""
+    if "input_tensors" in arguments:
+        sizes = _inputs(arguments)
+        return sum(sizes) - sizes[group.rank()]
+    x, splits = arguments["input"], arguments["input_split_sizes"]
+    own = splits[group.rank()] * _size(x[:1]) if splits and len(x) else _size(x) // group.size()
+    return _size(x) - own
+
+
+def _message(arguments: dict[str, Any], group: Any) -> int:
+    return sum(_inputs(arguments))
+
+
+def _broadcast(arguments: dict[str, Any], group: Any) -> int:
+    source = arguments.get("root_rank", arguments.get("src"))
+    return sum(_inputs(arguments)) if source == group.rank() else 0
+
+
+# by the operator's name: the kind of traffic, and what a rank sends, from the operator's arguments and group
+SENT: dict[str, tuple[str, Callable[[dict[str, Any], Any], int]]] = {
+    **dict.fromkeys(("allreduce", "allreduce_coalesced", "all_reduce", "all_reduce_coalesced"), ("sums", _sum)),
+    **dict.fromkeys(("allgather", "allgather_base", "allgather_coalesced"), ("gathers", _gather)),
+    **dict.fromkeys(("allgather_into_tensor_coalesced", "all_gather_into_tensor"), ("gathers", _gather)),
+    **dict.fromkeys(("all_gather_into_tensor_coalesced", "all_gather_into_tensor_out"), ("gathers", _gather)),
+    **dict.fromkeys(("reduce_scatter", "reduce_scatter_base"), ("scatters", _scatter)),
+    "reduce_scatter_tensor_coalesced": ("scatters", _functional_scatter),  # both namespaces have inputs
+    **dict.fromkeys(("reduce_scatter_tensor", "reduce_scatter_tensor_out"), ("scatters", _functional_scatter)),
+    **dict.fromkeys(("alltoall", "alltoall_base", "all_to_all_single"), ("exchanges", _exchange)),
+    **dict.fromkeys(("send", "isend"), ("messages", _message)),
+    "broadcast": ("broadcasts", _broadcast),
+}
+# operators that send nothing, or no data
+SILENT = ("recv", "recv_any_source", "irecv", "barrier", "monitored_barrier", "wait_tensor", "wrap_tensor_autograd",
+          "check_for_nan")  # fmt: skip
