@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from .sequence_shards import gather_sequence as gather_sequence
     from .sequence_shards import local_positions as local_positions
     from .sequence_shards import shard_sequence as shard_sequence
+    from .simulation import SimulatedRank as SimulatedRank
+    from .simulation import simulate as simulate
     from .tensor_parallel import split_heads as split_heads
     from .traffic import Traffic as Traffic
     from .traffic import count_traffic as count_traffic
@@ -47,6 +49,7 @@ _MODULES = {
     "Ranks": "ranks",
     "RingOptions": "context_parallel",
     "SequencePlan": "sequence_plan",
+    "SimulatedRank": "simulation",
     "Traffic": "traffic",
     "atlas": "data_parallel",
     "clip_grad_norm_": "clipping",
@@ -67,6 +70,7 @@ _MODULES = {
     "ring_head_stats": "context_parallel",
     "save_state": "checkpoint",
     "shard_sequence": "sequence_shards",
+    "simulate": "simulation",
     "split_heads": "tensor_parallel",
     "split_sequence": "context_modules",
     "sum_gradients": "context_modules",

@@ -29,6 +29,7 @@ from .context_parallel import RingOptions, attend_split, check_and_describe, rin
 from .ranks import Ranks, ranks_of
 from .sequence_shards import positions_of_counts
 from .tensor_parallel import SplitAttention
+from .traffic import uncounted
 
 # the tokens on each rank, inside a call that all ranks have agreed about
 _agreed_counts: ContextVar[Sequence[int] | None] = ContextVar("headwise_agreed_counts", default=None)
@@ -256,7 +257,8 @@ def sum_gradients(module: nn.Module, mesh: DeviceMesh | None = None, *, timeout:
     if ranks.count == 1 or not parameters:
         return
     holders = torch.tensor([x.grad is not None for x in parameters.values()], dtype=torch.int32, device=ranks.device)
-    ranks.all_reduce(holders, "the number of ranks with gradients")
+    with uncounted():
+        ranks.all_reduce(holders, "the number of ranks with gradients")
     for count, (name, x) in zip(holders.tolist(), parameters.items(), strict=True):
         if count:
             x.grad = torch.zeros_like(x) if x.grad is None else x.grad.contiguous()

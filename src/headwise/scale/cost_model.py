@@ -153,7 +153,9 @@ def _data_parallel(work: _Workload, rank_numbers: Sequence[int]) -> list[Cost]:
     rows = [(shape[0], math.prod(shape[1:])) for shape in work.parameters.shapes()]
     padded = rest + sum(-(-count // ranks) * size for count, size in rows)  # shards of equal size are sent
     first = min(rank_numbers)  # earlier ranks hold at least as much
-    local = rest + sum(min(-(-count // ranks), max(0, count - first * -(-count // ranks))) * size for count, size in rows)
+    local = rest + sum(
+        min(-(-count // ranks), max(0, count - first * -(-count // ranks))) * size for count, size in rows
+    )
     gather_bytes = all_gather_bytes(padded * work.size, ranks)
     return [
         Cost("weights", ranks, gather_bytes, 3 * gather_bytes, flops, local * work.size, note),

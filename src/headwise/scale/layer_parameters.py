@@ -103,8 +103,9 @@ def layer_parameters(card: Card) -> LayerParameters:
         raise HeadwiseError(f"the parameters of {card.name} are not known: {counts}")
     heads = first_layer(card).heads
     inner = card.main.numbers.get("ffn") or 0
-    norms = counts.norms // layers // heads.width
-    others = counts.norms - layers * norms * heads.width  # one before or after all layers, and those of heads
+    mean = max(1, counts.norms // layers // heads.width)
+    norms = 1 << mean.bit_length() - 1  # one, two or four vectors: a layer has one norm or two, with a bias or without
+    others = counts.norms - layers * norms * heads.width  # a norm before or after all layers, and those of heads
     head_norms = others > 2 * heads.width or others % heads.width != 0
     for biases in itertools.product((False, True), repeat=4):
         plain = LayerParameters(heads, inner, *biases)
@@ -112,4 +113,3 @@ def layer_parameters(card: Card) -> LayerParameters:
             return replace(plain, head_norms=head_norms, norms=norms)
     rest = (counts.attention + counts.ffn - counts.idle) // layers - LayerParameters(heads).total
     return LayerParameters(heads, norms=norms, rest=rest)
-

@@ -105,7 +105,7 @@ def _backward_blockwise(
             count = kv_heads.stop - kv_heads.start
             dk[key_index] += (
                 blockwise.group_rows(ds, count).transpose(-1, -2)
-                @ blockwise.group_rows(q[query_index], count)
+                @ blockwise.group_rows(q[query_index].to(dtype), count)
                 * call.scale
             )
             dv[key_index] += blockwise.group_rows(p, count).transpose(-1, -2) @ blockwise.group_rows(do, count)
