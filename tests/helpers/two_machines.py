@@ -59,18 +59,19 @@ class Network:
     def torchrun(self, command: list[str], *options: str, backend: str = "c10d", **variables: str) -> list[Any]:
         """Start torchrun on both machines, one rank on each."""
         return [
-            self.start(machine, agent_command(machine, ADDRESSES[0], PORT, backend, *options, *command), **variables)
+            self.start(machine, agent_command(machine, ADDRESSES, PORT, backend, *options, *command), **variables)
             for machine in range(2)
         ]
 
 
-def agent_command(machine: int, address: str, port: int, backend: str, *arguments: str) -> list[str]:
+def agent_command(machine: int, addresses: tuple[str, str], port: int, backend: str, *arguments: str) -> list[str]:
     """torchrun's command line on one of two machines, with one rank."""
     line = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
     if backend == "static":
-        line += [f"--node-rank={machine}", f"--master-addr={address}", f"--master-port={port}"]
-    else:
-        line += ["--rdzv-backend=c10d", "--rdzv-id=rehearsal", f"--rdzv-endpoint={address}:{port}"]
+        line += [f"--node-rank={machine}", f"--master-addr={addresses[0]}", f"--master-port={port}"]
+    else:  # the machines have no names that the other one could look up
+        line += ["--rdzv-backend=c10d", "--rdzv-id=rehearsal", f"--rdzv-endpoint={addresses[0]}:{port}"]
+        line += [f"--rdzv-conf=is_host={int(machine == 0)}", f"--local-addr={addresses[machine]}"]
     return [*line, *arguments]
 
 

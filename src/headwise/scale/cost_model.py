@@ -26,7 +26,7 @@ GRADIENT_BYTES = 4  # of a key's or value's gradient, which is summed in fp32
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """One layer of a model, split in one way over ranks: what one of them, or the busiest, sends, computes and holds."""
+    """One layer of a model, split in one way over ranks: what one of them (the busiest) sends, computes and holds."""
 
     way: str  # "heads" (tensor parallel), "sequence" (context parallel), "weights" (FSDP) or "corpus" (DDP)
     ranks: int

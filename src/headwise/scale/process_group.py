@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 
 import torch
@@ -16,7 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import RankError
 from ..terminal import echo
-from .ranks import TIMEOUT, Ranks, agreement_counts, ranks_of, report_failure_to_all
+from .machine_watch import watch_machines
+from .ranks import TIMEOUT, Ranks, agreement_counts, lost_machines, ranks_of, report_failure_to_all
 
 # Seconds after the last message. gloo's threads live as long as something refers to the group (FSDP's caches do, and
 # default arguments of modules imported meanwhile); a thread that still frees a message's tensors while Python shuts
@@ -55,7 +56,9 @@ def init_ranks(timeout: float = TIMEOUT, mesh: DeviceMesh | None = None) -> Iter
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         _init_process_group("nccl" if cuda else "gloo", timedelta(seconds=timeout))
     try:
-        yield ranks_of(mesh, timeout)
+        ranks = ranks_of(mesh, timeout)
+        with watch_machines(ranks) if owns_group else nullcontext():
+            yield ranks
     except Exception as error:
         if owns_group and not isinstance(error, RankError):
             report_failure_to_all(error)
@@ -63,6 +66,7 @@ def init_ranks(timeout: float = TIMEOUT, mesh: DeviceMesh | None = None) -> Iter
     finally:
         if owns_group:
             agreement_counts.clear()
+            lost_machines.clear()
             dist.destroy_process_group()
             time.sleep(DRAIN_SECONDS)
 
@@ -73,9 +77,25 @@ def under_torchrun() -> bool:
 
 
 def _init_process_group(backend: str, timeout: timedelta) -> None:
+    """Join the other ranks; an error in words where they do not come, or this one cannot reach the first."""
+    try:
+        _rendezvous(backend, timeout)
+    except (RuntimeError, dist.DistError) as error:
+        rank, count = os.environ["RANK"], os.environ["WORLD_SIZE"]
+        address = ":".join(os.environ.get(name, "none") for name in ("MASTER_ADDR", "MASTER_PORT"))
+        reason = " ".join(str(error).split("Exception raised from")[0].split())[:200]
+        raise RankError(
+            f"rank {rank} of {count} did not meet the others at {address} within {timeout.total_seconds():g} s; does "
+            "every machine reach that address, and do all use the right network interface "
+            f"(GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME)? ({reason})"
+        ) from error
+
+
+def _rendezvous(backend: str, timeout: timedelta) -> None:
     """After a restart by torchrun, stale keys in the store point at dead processes.
 
-    On one machine all ranks know the number of the attempt, so its rendezvous uses a prefix of its own.
+    On one machine all ranks know the number of the attempt, so its rendezvous uses a prefix of its own. Of several
+    machines each counts its own restarts; there torchrun's agents make a new store for every attempt.
     """
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if attempt == "0" or os.environ.get("GROUP_WORLD_SIZE") != "1":

@@ -8,6 +8,8 @@ of the ranks' descriptions follows, for the error message.
 from __future__ import annotations
 
 import math
+import os
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,12 +32,14 @@ from .traffic import uncounted
 TIMEOUT = 300.0  # seconds that a rank waits for the others, by default
 FAILURE_WAIT = 5.0  # seconds in which a failed rank finds out whether all ranks failed in the same call
 ABSENCE_WAIT = 2.0  # seconds in which a rank finds out which others wait too
+STORE_WAIT = 5.0  # seconds in which the store answers; else the machine that holds it is cut off
 WAITING_KEY = "headwise/waiting"  # in the store: what a rank waited for when the transport failed
 FAILURE_KEY = "headwise/failure"  # in the store: the message of the rank that failed
 UNUSED_TAG = (1 << 31) - 1  # of point-to-point messages that no rank sends
 OUT_OF_STEP = "the ranks are no longer in step, start all of them again"
 
 agreement_counts: Counter[str] = Counter()  # agreements so far by group name: the same number on every rank
+lost_machines: list[str] = []  # messages about machines that are cut off from this one
 # every rank's number in agreements of simulated ranks, where it is not this rank's own
 simulated_numbers: ContextVar[Sequence[int] | None] = ContextVar("headwise_simulated_numbers", default=None)
 
@@ -200,32 +204,37 @@ class Ranks:
         try:
             yield
         except (RuntimeError, dist.DistError) as error:
-            self._close_connections()  # ranks that wait for this one would wait until their timeout
+            self.close_connections()  # ranks that wait for this one would wait until their timeout
             reason = " ".join(str(error).split())
-            failure = self._reported_failure()
-            if failure:
-                raise RankError(f"{failure}; {OUT_OF_STEP}") from error
+            if lost_machines:
+                raise RankError(f"not all ranks came to {activity}; {lost_machines[0]}") from error
             closed = "closed" in reason or "closure" in reason
             wait_note = "" if closed else f" within {self.timeout:g} s"
-            end_note = self._absence(activity) or ("; one of them has ended" if closed else "")
+            try:
+                failure = ask_store(self._reported_failure)
+                if failure:
+                    raise RankError(f"{failure}; {OUT_OF_STEP}") from error
+                end_note = ask_store(lambda store: self._absence(store, activity))
+            except TimeoutError:
+                address = os.environ.get("MASTER_ADDR", "its address is not known")
+                end_note = f"; the machine of rank 0 ({address}) cannot be reached: it is down or cut off"
+            end_note = end_note or ("; one of them has ended" if closed else "")
             raise RankError(f"not all ranks came to {activity}{wait_note}{end_note} ({reason[:200]})") from error
 
-    def _absence(self, activity: str) -> str:
+    def _absence(self, store: Any, activity: str) -> str:
         """Which ranks wait for something else or for nothing, after an error of the transport, which all waiting ranks
         get: each leaves in the store what it waited for."""
-        elsewhere, missing = [], []
-        with suppress(RuntimeError, dist.DistError):
-            store, name = default_store(), self.group.group_name
-            keys = [f"{WAITING_KEY}/{name}/{rank}" for rank in range(self.count)]
-            store.set(keys[self.rank], activity)
-            end = time.monotonic() + min(ABSENCE_WAIT, self.timeout)
-            while not store.check(keys) and time.monotonic() < end:
-                time.sleep(0.01)
-            for rank, key in enumerate(keys):
-                if not store.check([key]):
-                    missing.append(rank)
-                elif (place := store.get(key).decode(errors="replace")) != activity:
-                    elsewhere.append(f"; rank {rank} waits for {place}")
+        elsewhere, missing, name = [], [], self.group.group_name
+        keys = [f"{WAITING_KEY}/{name}/{rank}" for rank in range(self.count)]
+        store.set(keys[self.rank], activity)
+        end = time.monotonic() + min(ABSENCE_WAIT, self.timeout)
+        while not store.check(keys) and time.monotonic() < end:
+            time.sleep(0.01)
+        for rank, key in enumerate(keys):
+            if not store.check([key]):
+                missing.append(rank)
+            elif (place := store.get(key).decode(errors="replace")) != activity:
+                elsewhere.append(f"; rank {rank} waits for {place}")
         absent = f"; missing: rank {', '.join(map(str, missing[:8]))}" if missing else ""
         return absent + "".join(elsewhere[:3])
 
@@ -245,28 +254,32 @@ class Ranks:
         if self.count == 1 or not dist.is_initialized() or getattr(error, "headwise_reported", False):
             return
         error.headwise_reported = True  # type: ignore[attr-defined]  # once, by the innermost guard
-        with suppress(RuntimeError, dist.DistError):
-            store, name = default_store(), self.group.group_name
+        name, message = self.group.group_name, f"rank {self.rank} failed at {activity}: {_one_line(error)}"
+
+        def leave_message(store: Any) -> str:
             key = f"{FAILURE_KEY}/{name}/{agreement_counts[name]}"
             all_failed = -(-store.add(key, 1) // self.count) * self.count
             end = time.monotonic() + min(FAILURE_WAIT, self.timeout)
             while time.monotonic() < end:
                 if store.add(key, 0) >= all_failed:
-                    return
+                    return "all ranks failed"
                 time.sleep(0.01)
-            store.set(f"{FAILURE_KEY}/{name}", f"rank {self.rank} failed at {activity}: {_one_line(error)}")
-        self._close_connections()
+            store.set(f"{FAILURE_KEY}/{name}", message)
+            return ""
 
-    def _reported_failure(self) -> str:
+        with suppress(TimeoutError):
+            if ask_store(leave_message, FAILURE_WAIT + STORE_WAIT):
+                return
+        self.close_connections()
+
+    def _reported_failure(self, store: Any) -> str:
         """The message that a failed rank left in the store; "" where there is none."""
-        with suppress(RuntimeError, dist.DistError):
-            store = default_store()
-            for key in (f"{FAILURE_KEY}/{self.group.group_name}", FAILURE_KEY):
-                if store.check([key]):
-                    return str(store.get(key).decode(errors="replace"))
+        for key in (f"{FAILURE_KEY}/{self.group.group_name}", FAILURE_KEY):
+            if store.check([key]):
+                return str(store.get(key).decode(errors="replace"))
         return ""
 
-    def _close_connections(self) -> None:
+    def close_connections(self) -> None:
         """Close this rank's gloo connections: ranks that wait for it get an error now, not after `timeout`."""
         for group in (self.group, *self._subgroups.values()):
             if dist.get_rank(group) < 0 or dist.get_backend(group) != "gloo":
@@ -281,8 +294,9 @@ class Ranks:
 
 def report_failure_to_all(error: BaseException) -> None:
     """Leave a message for ranks of every group: this process fails outside of anything that ranks agreed about."""
-    with suppress(RuntimeError, dist.DistError):
-        default_store().set(FAILURE_KEY, f"rank {dist.get_rank()} failed: {_one_line(error)}")
+    message = f"rank {dist.get_rank()} failed: {_one_line(error)}"
+    with suppress(TimeoutError):
+        ask_store(lambda store: str(store.set(FAILURE_KEY, message)))
 
 
 def _one_line(error: BaseException) -> str:
@@ -294,6 +308,34 @@ def _one_line(error: BaseException) -> str:
 def default_store() -> Any:
     """The key-value store of torch.distributed, which needs no connection between the ranks."""
     return dist.distributed_c10d._get_default_store()
+
+
+def ask_store(question: Callable[[Any], str], seconds: float = STORE_WAIT) -> str:
+    """What a question to the store gives; "" where the store has ended.
+
+    Raises:
+        TimeoutError: there is no answer, since the machine that holds the store, or this one, is cut off. A question
+            would wait for hours, so a thread asks it.
+    """
+    answers: list[str] = []
+
+    def ask() -> None:
+        try:
+            answers.append(question(default_store()))
+        except (RuntimeError, dist.DistError):  # also where this process has left its group
+            answers.append("")
+
+    thread = threading.Thread(target=ask, name="headwise-store-question", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if not answers:
+        raise TimeoutError
+    return answers[0]
+
+
+def report_lost_machine(message: str) -> None:
+    """Say on this rank, which is about to get an error of the transport, that a machine is cut off."""
+    lost_machines.append(message)
 
 
 def ranks_of(mesh: DeviceMesh | None = None, timeout: float | None = None) -> Ranks:

@@ -1,0 +1,91 @@
+"""Is every machine still there? A rank may wait for hours for another that measures its part of a corpus; where that
+one's machine is cut off, nothing ends the wait before its timeout. So each machine counts up a number in the store, and
+a rank that sees another machine's number stand still closes its connections, which ends what waits for them.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from .ranks import Ranks, report_lost_machine
+
+BEAT, SILENCE = 2.0, 60.0  # seconds between counts of a machine, and seconds without any after which it is lost
+KEY = "headwise/machine"
+LEFT = 1 << 40  # added to the number of a machine that has left in order
+
+
+@contextmanager
+def watch_machines(ranks: Ranks) -> Iterator[None]:
+    """End what waits for a machine that is cut off, for as long as the block lasts; nothing to do on one machine."""
+    if int(os.environ.get("GROUP_WORLD_SIZE", "1")) < 2:
+        yield
+        return
+    watch = _MachineWatch(ranks)
+    watch.start()
+    try:
+        yield
+    finally:
+        watch.stop()
+
+
+class _MachineWatch:
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks, self.silence = ranks, min(SILENCE, ranks.timeout)
+        self.address, self.port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        self.machine = int(os.environ["GROUP_RANK"])
+        self.counts_itself = os.environ.get("LOCAL_RANK") == "0"
+        self.numbers = [0] * int(os.environ["GROUP_WORLD_SIZE"])
+        self.last_counts = [time.monotonic()] * len(self.numbers)  # when each machine's number last changed
+        self.last_answer = time.monotonic()  # of the store
+        self.ended = threading.Event()
+
+    def start(self) -> None:
+        for target in (self._count, self._guard):
+            threading.Thread(target=target, name=f"headwise-machine-watch{target.__name__}", daemon=True).start()
+
+    def stop(self) -> None:
+        self.ended.set()
+
+    def _count(self) -> None:
+        """Count up this machine's number and read those of the others; blocks where the store cannot be reached."""
+        with suppress(RuntimeError, dist.DistError):
+            # a connection of its own: questions to the store wait for each other
+            timeout = timedelta(seconds=self.silence)
+            store = dist.TCPStore(self.address, self.port, timeout=timeout, wait_for_workers=False)
+            while not self.ended.wait(min(BEAT, self.silence / 4)):
+                self._exchange(store, 1)
+            self._exchange(store, LEFT)
+
+    def _exchange(self, store: Any, step: int) -> None:
+        for machine, number in enumerate(self.numbers):
+            own = machine == self.machine and self.counts_itself
+            self.numbers[machine] = store.add(f"{KEY}/{machine}", step if own else 0)
+            if self.numbers[machine] != number:
+                self.last_counts[machine] = time.monotonic()
+        self.last_answer = time.monotonic()
+
+    def _guard(self) -> None:
+        """Close this rank's connections when a machine is lost."""
+        while not self.ended.wait(min(1.0, self.silence / 4)):
+            lost = self._lost_machine()
+            if lost:
+                report_lost_machine(f"{lost} has not been heard of for {self.silence:g} s: it is down or cut off")
+                self.ranks.close_connections()
+                return
+
+    def _lost_machine(self) -> str:
+        now = time.monotonic()
+        if now - self.last_answer > self.silence:
+            return f"the machine of rank 0, {self.address}," if self.machine else "the store of this machine"
+        for machine, number in enumerate(self.numbers):
+            if machine != self.machine and number < LEFT and now - self.last_counts[machine] > self.silence:
+                return f"machine {machine} of {len(self.numbers)}"
+        return ""
