@@ -7,7 +7,7 @@ STAMP := $(VENV)/.setup
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo docs docs-check models examples pictures guide data atlases relations stories grouping streaming lab lab-pages tools test \
-        test-full interop matrix campaign sanitize neon bench lint lint-js spelling format wheels wheels-check compat clean
+        test-full two-machines interop matrix campaign sanitize neon bench lint lint-js spelling format wheels wheels-check compat clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*## ' Makefile | awk -F ':.*## ' '{printf "make %-10s %s\n", $$1, $$2}'
@@ -101,6 +101,9 @@ test: tools lint  ## lint, types and the tests
 
 test-full: tools lint  ## the long tests as well
 	$(BIN)/python -m pytest $(PARALLEL) -m 'full or not full'
+
+two-machines: setup  ## two machines in network namespaces, with a slow, lossy or cut link (root, iproute2)
+	$(BIN)/python -m pytest tests/scale/test_two_machines.py -m 'full or not full'
 
 # --no-deps: torch is there already, and torchvision, which timm asks for, may have no build for it
 INTEROP := timm==1.0.30 diffusers==0.42.1 x-transformers==2.31.10 einops==0.8.2 einx==0.4.3 loguru==0.7.3 frozendict==2.5.1 \

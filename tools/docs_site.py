@@ -45,7 +45,7 @@ NAVIGATION: dict[str, tuple[str, ...]] = {
         "looking.md", "replace_attention.md", "recorder.md", "watching.md", "own_class.md", "circuits.md",
         "head_matrices.md", "measuring.md", "cards.md", "pruning.md", "streaming.md", "streaming_report.md",
         "grouping.md",
-        "models_elsewhere.md", "scale.md",
+        "models_elsewhere.md", "scale.md", "cluster.md",
     ),
     "Lab": ("lab/README.md", "lab/claim*.md"),
     "Atlases": ("atlas.md", "relations.md", "examples.md"),
