@@ -6,6 +6,7 @@ Needs no torch, unless ranks are simulated.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import click
@@ -90,7 +91,7 @@ def _simulation_table(runs: list[Any]) -> str:
     return _aligned(rows)
 
 
-def _aligned(rows: list[tuple[str, ...]]) -> str:
+def _aligned(rows: Sequence[tuple[str, ...]]) -> str:
     """Columns of equal width, to the right but for the first; the last column holds notes."""
     widths = [max(len(row[i]) for row in rows) for i in range(5)]
     return "\n".join(

@@ -88,7 +88,7 @@ def _group(arguments: dict[str, Any]) -> Any:
     """The process group of an operator."""
     if "process_group" in arguments:
         return dist.ProcessGroup.unbox(arguments["process_group"])
-    group = arguments["group_name"]
+    group: Any = arguments["group_name"]
     return dist.distributed_c10d._resolve_process_group(group) if isinstance(group, str) else group
 
 
