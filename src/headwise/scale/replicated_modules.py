@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from ..attention.nn.blocks import Embedding
 from .class_replacement import replace_class
 from .parallel_linear import distribute_parameter, local_tensor
 from .ranks import Ranks
+from .vocabulary import SplitEmbedding
 
 
 class ReplicatedLinear(nn.Linear):
@@ -41,13 +43,6 @@ class ReplicatedRMSNorm(nn.RMSNorm):
         return F.rms_norm(x, self.normalized_shape, local_tensor(self.weight), self.eps)
 
 
-class SplitEmbedding(Embedding):
-    """The embeddings of a stack, whose output layer may use the table of tokens too."""
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        return F.linear(hidden, local_tensor(self.tokens.weight))
-
-
 CLASSES: dict[type[nn.Module], type[nn.Module]] = {
     cls.__bases__[-1]: cls for cls in (ReplicatedLinear, ReplicatedEmbedding, ReplicatedLayerNorm, ReplicatedRMSNorm)
 }
@@ -66,6 +61,8 @@ def replicate_parameters(module: nn.Module, ranks: Ranks) -> None:
             replace_class(part, SplitEmbedding)
         parameters = dict(part.named_parameters(recurse=False))
         if type(part) not in CLASSES or not parameters or foreign.intersection(parameters.values()):
+            continue
+        if any(isinstance(x, DTensor) for x in parameters.values()):  # a split table of tokens
             continue
         replace_class(part, CLASSES[type(part)])
         for name, parameter in parameters.items():

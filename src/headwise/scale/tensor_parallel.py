@@ -38,6 +38,7 @@ from .parallel_linear import (
 from .ranks import Ranks, ranks_of
 from .replicated_modules import replicate_parameters
 from .row_plan import RowPlan, chunk_ranges
+from .vocabulary import check_vocabulary, split_vocabulary, vocabulary_layers
 
 
 class SplitAttention(MultiHeadAttention):
@@ -158,9 +159,14 @@ class SplitFeedForward(FeedForward):
 
 
 def split_heads(
-    module: Any, mesh: DeviceMesh | None = None, *, timeout: float | None = None, checked: bool | str = True
+    module: Any,
+    mesh: DeviceMesh | None = None,
+    *,
+    vocabulary: bool = False,
+    timeout: float | None = None,
+    checked: bool | str = True,
 ) -> Any:
-    """Split the heads of an attention, a block or a stack over ranks, in place as parallelize_module does.
+    """Split the heads of an attention, a block or a stack over ranks, in place.
 
     All ranks must call this with the same module, and must then make the same calls of it with the same inputs.
 
@@ -168,6 +174,8 @@ def split_heads(
         module: headwise.MultiHeadAttention, or anything that contains some; feed-forward layers in it are split too.
         mesh: of the ranks; all by default. A mesh of one dimension, as mesh["tp"] of a larger one, or one with a
             dimension named "tp"; other dimensions are free for data parallelism (FSDP2).
+        vocabulary: split the embedding table of tokens and the output layer of stacks too. With gradients, logits are
+            then a DTensor of each rank's tokens, for torch.distributed.tensor.parallel.loss_parallel; without, whole.
         timeout: seconds that a rank waits for the others, in forward and in backward; that of their group by default.
         checked: the ranks exchange 768 bytes before each call, so that ranks which disagree get an error instead of a
             hang or wrong numbers. True compares shapes, options, dropout and the values of all inputs (floating-point
@@ -194,7 +202,7 @@ def split_heads(
         )
     if any(isinstance(part, SplitAttention) for part in attentions):
         raise UnsupportedError("this module is split over ranks already")
-    ranks.agree("the module to split", lambda: _check_and_describe(module, parts))
+    ranks.agree("the module to split", lambda: _check_and_describe(module, parts, ranks, vocabulary))
     if ranks.count == 1:
         return module
     for part in parts:
@@ -202,14 +210,20 @@ def split_heads(
             _split_attention(part, ranks)
         else:
             _split_feed_forward(part, ranks)
+    if vocabulary:
+        split_vocabulary(module, ranks)
     replicate_parameters(module, ranks)
     CallAgreement(ranks, module, checked)
     return module
 
 
-def _check_and_describe(module: nn.Module, parts: list[MultiHeadAttention | FeedForward]) -> str:
+def _check_and_describe(
+    module: nn.Module, parts: list[MultiHeadAttention | FeedForward], ranks: Ranks, vocabulary: bool
+) -> str:
     """The module as text that must be the same on all ranks; an error where something in it cannot be split."""
-    split_modules: set[nn.Module] = set()
+    if vocabulary:
+        check_vocabulary(module, ranks)
+    split_modules: set[nn.Module] = set(vocabulary_layers(module) if vocabulary else ())
     for submodule, cls in (replacement for part in parts for replacement in _replacements(part)):
         check_replaceable(submodule, cls)
         if submodule in split_modules:
@@ -222,7 +236,7 @@ def _check_and_describe(module: nn.Module, parts: list[MultiHeadAttention | Feed
                 raise UnsupportedError(_shared_message(module, parameter))
             if submodule in split_modules:
                 split_parameters.add(parameter)
-    return describe_module(module)
+    return describe_module(module) + (", vocabulary split" if vocabulary else "")
 
 
 def _shared_message(module: nn.Module, parameter: nn.Parameter) -> str:

@@ -15,10 +15,11 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import loss_parallel
 
-from headwise import Decoder, Heads, Shape
-from headwise.scale import load_state, save_state, split_heads
+from headwise import Decoder, Heads, Shape, TransformerBlock
+from headwise.scale import clip_grad_norm_, load_state, save_state, split_heads
 from headwise.scale.ranks import Ranks
 from helpers.torchrun import assert_error
 
@@ -142,3 +143,67 @@ def a_mesh_without_a_dimension_for_heads_is_refused(ranks: Ranks, folder: Path) 
         lambda: split_heads(new_decoder(COUNTS["divisible"]), mesh),
         "a mesh of one dimension is expected, got 2; take one of them: mesh['tp']",
     )
+
+
+@check
+def a_split_vocabulary_trains_by_loss_parallel_as_the_whole(ranks: Ranks, folder: Path) -> None:
+    for head, vocab in (("tied", 23), ("own", 8 * ranks.count)):
+        torch.manual_seed(33)
+        shape = Shape(layers=1, heads=Heads(30, 5, 5, 6), ffn=27, vocab=vocab, positions="rotary", head=head)
+        whole = Decoder(shape).double()
+        split = split_heads(copy.deepcopy(whole), vocabulary=True)
+        ids = torch.randint(vocab, (2, 9))
+        loss_of(whole, ids).backward()
+        assert split.embed.tokens.weight.placements == (Shard(0),)
+        with loss_parallel():
+            loss = loss_of(split, ids)
+            loss.backward()
+        assert split(ids).placements == (Shard(2),)
+        torch.testing.assert_close(whole_tensor(loss), loss_of(whole, ids).detach(), **EXACT)
+        for (name, x), y in zip(whole.named_parameters(), split.named_parameters(), strict=True):
+            torch.testing.assert_close(
+                whole_tensor(y[1].grad), x.grad, **EXACT, msg=lambda m, n=f"{head} {name}": f"{n}: {m}"
+            )
+        with torch.no_grad():
+            torch.testing.assert_close(split(ids), whole(ids), **EXACT)
+        assert split.generate(ids[:, :3], 4).tolist() == whole.generate(ids[:, :3], 4).tolist()
+        assert all(isinstance(x, DTensor) for x in split.parameters())
+    assert_error(
+        lambda: split_heads(TransformerBlock(12, 3), vocabulary=True),
+        "vocabulary=True is for stacks; TransformerBlock has no embeddings of tokens",
+    )
+    few = Shape(layers=1, heads=Heads(12, 3, 3, 4), ffn=7, vocab=ranks.count - 1, positions="rotary", head="own")
+    assert_error(lambda: split_heads(Decoder(few), vocabulary=True), f"of {ranks.count} ranks without any")
+
+
+class GainAndBlock(torch.nn.Module):
+    """A class of a user's own, with a parameter of its own and layers that share one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = torch.nn.Parameter(torch.full((15,), 1.5))
+        self.first, self.last = torch.nn.Linear(15, 15), torch.nn.Linear(15, 15)
+        self.last.weight = self.first.weight
+        self.block = TransformerBlock(15, 5, ffn=11)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.block(self.first(x * self.gain)))
+
+
+@check
+def parameters_of_foreign_classes_stay_plain_and_are_clipped_with_the_others(ranks: Ranks, folder: Path) -> None:
+    torch.manual_seed(34)
+    whole = GainAndBlock().double()
+    split = split_heads(copy.deepcopy(whole))
+    assert type(split.gain) is torch.nn.Parameter and split.last.weight is split.first.weight
+    assert all(isinstance(x, DTensor) for name, x in split.named_parameters() if name != "gain")
+    x = torch.randn(2, 7, 15, dtype=torch.float64)
+    for module in (whole, split):
+        module(x).square().sum().backward()
+    want = torch.nn.utils.clip_grad_norm_(whole.parameters(), 0.1)
+    torch.testing.assert_close(clip_grad_norm_(split, 0.1), want, **EXACT)
+    for (name, p), q in zip(whole.named_parameters(), split.parameters(), strict=True):
+        torch.testing.assert_close(whole_tensor(q.grad), p.grad, **EXACT, msg=lambda m, name=name: f"{name}: {m}")
+    tied = GainAndBlock()
+    tied.first.weight = tied.block.attention.W_O.weight
+    assert_error(lambda: split_heads(tied), "a parameter (15, 15) of GainAndBlock is shared by two layers")
