@@ -16,6 +16,7 @@ from headwise.roles.atlas.build import atlas
 from headwise.roles.atlas.result import Atlas
 from headwise.scale import init_ranks, load_state, save_state, split_heads
 from helpers.rank_checks import CHECKS
+from helpers.rank_checks.composition import COUNTS, EXACT, batches, new_decoder, new_optimizer, step
 from helpers.rank_checks.tensor_parallel import saved_modules
 from helpers.rank_checks.transformers_models import save_models
 from helpers.rank_inputs import small_batches, small_bert, small_texts
@@ -76,6 +77,21 @@ def test_one_process_reads_a_checkpoint_of_four_ranks(name: str, folder: Path, f
     load_state(empty, folder / "four" / f"{name}-4")
     for key, x in whole.state_dict().items():
         assert torch.equal(empty.state_dict()[key], x), key
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_one_process_goes_on_with_the_optimizer_state_of_data_and_heads_over_four_ranks(
+    name: str, folder: Path, four_ranks: dict[str, str]
+) -> None:
+    models = [new_decoder(COUNTS[name]) for _ in range(2)]
+    whole, loaded = [(model, new_optimizer(model)) for model in models]
+    first, second = batches()[:2]
+    step(*whole, first)
+    load_state(loaded[0], folder / "four" / f"mesh-{name}", optimizer=loaded[1])
+    for model, optimizer in (whole, loaded):
+        step(model, optimizer, second)
+    for (key, x), y in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
+        torch.testing.assert_close(y, x, **EXACT, msg=lambda m, key=key: f"{key}: {m}")
 
 
 def test_a_checkpoint_of_another_module_is_refused(tmp_path: Path) -> None:

@@ -7,15 +7,16 @@ and so do small runs (benchmarks/scale.py); tools/scale_page.py writes them into
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..card import Card, Layer
 from ..card.cost import bits, pairs
 from ..errors import ShapeError
-from .head_plan import HeadPlan, all_gather_bytes, all_reduce_bytes, check_ranks, rank_counts, split_evenly
+from .head_plan import HeadPlan, all_gather_bytes, all_reduce_bytes, check_ranks, rank_counts
 from .layer_parameters import LayerParameters, first_layer, layer_parameters, matrix_numbers
+from .row_plan import RowPlan, chunk_ranges
 from .sequence_plan import SequencePlan
 
 # FLOP/s of a GPU and bytes/s of its links, to say where communication takes longer than computation: NVIDIA's data
@@ -106,29 +107,42 @@ def costs(
 
 
 def _tensor_parallel(work: _Workload, rank_numbers: Sequence[int]) -> Cost:
-    """Heads and the feed-forward layer's inner width over ranks: two all-reduces per pass."""
+    """Heads and the feed-forward layer's inner width over ranks: two all-reduces per pass; and rows of weights where
+    the ranks do not divide the heads."""
     layer, parameters, plan = work.layer, work.parameters, HeadPlan(work.layer.heads, work.ranks)
-    inner = split_evenly(parameters.inner, work.ranks)
-    shapes = [[*parameters.shapes_on(plan.shares[rank], inner[rank])] for rank in rank_numbers]
+    rows = (plan.query_rows, plan.kv_rows, RowPlan(parameters.inner, chunk_ranges(parameters.inner, work.ranks)))
     rest = -(-parameters.rest // work.ranks)
-    weights = rest + max(sum(map(math.prod, local)) for local in shapes)
-    matrices = rest + max(map(matrix_numbers, shapes))
+
+    def shapes(ranges: Callable[[RowPlan], tuple[range, ...]], rank: int) -> list[tuple[int, ...]]:
+        return [*parameters.partial_shapes(*(len(ranges(plan)[rank]) for plan in rows))]
+
+    weights = rest + max(sum(map(math.prod, shapes(lambda plan: plan.chunks, rank))) for rank in rank_numbers)
+    matrices = rest + max(matrix_numbers(shapes(lambda plan: plan.needed, rank)) for rank in rank_numbers)
     query_heads = max(len(plan.shares[rank].query) for rank in rank_numbers)
-    all_reduce = plan.bytes_sent(work.batch, work.tokens, work.size)
-    forward = 2 * all_reduce  # after W_O, and after the feed-forward layer
-    backward = all_reduce + max(
-        plan.bytes_sent_backward(rank, work.batch, work.tokens, work.size, bias=parameters.qkv_bias)
-        for rank in rank_numbers
-    )
-    if parameters.head_norms:  # whole on every rank, which norms its own heads
-        backward += 2 * all_reduce_bytes(layer.dim * work.size, work.ranks)
+    passes = [_tensor_parallel_passes(work, plan, rows[2], rank) for rank in rank_numbers]
     flops = 2 * matrices * work.tokens * work.batch + work.attention_flops * query_heads // layer.query
     note = ""
     if work.ranks > layer.query:
         note = f"{work.ranks - layer.query} ranks have no head"
     elif any(len(holders) > 1 for holders in plan.copies):
         note = "KV heads on several ranks"
-    return Cost("heads", work.ranks, forward, forward + backward, flops, weights * work.size, note)
+    forward, training = max(forward for forward, _ in passes), max(map(sum, passes))
+    return Cost("heads", work.ranks, forward, training, flops, weights * work.size, note)
+
+
+def _tensor_parallel_passes(work: _Workload, plan: HeadPlan, inner: RowPlan, rank: int) -> tuple[int, int]:
+    """Bytes that a rank sends in a forward and in a backward pass."""
+    layer, parameters, size = work.layer, work.parameters, work.size
+    all_reduce = all_reduce_bytes(work.batch * work.tokens * layer.width * size, work.ranks)
+    # after W_O, and after the feed-forward layer
+    forward = plan.bytes_sent(work.batch, work.tokens, size, rank=rank, bias=parameters.qkv_bias) + all_reduce
+    backward = plan.bytes_sent_backward(rank, work.batch, work.tokens, size, bias=parameters.qkv_bias) + all_reduce
+    if parameters.head_norms:  # whole on every rank, which norms its own heads
+        backward += 2 * all_reduce_bytes(layer.dim * size, work.ranks)
+    if inner.replicated:  # every rank holds the whole feed-forward layer and computes with a part of it
+        payloads = map(math.prod, parameters.feed_forward_shapes(parameters.inner))
+        backward += sum(all_reduce_bytes(payload * size, work.ranks) for payload in payloads)
+    return forward, backward
 
 
 def _context_parallel(work: _Workload, rank_numbers: Sequence[int]) -> Cost:

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from ..card import Card, Counts, Layer
 from ..errors import HeadwiseError, UnsupportedError
 from ..heads import Heads
-from .head_plan import Share
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,36 +47,36 @@ class LayerParameters:
 
     def shapes(self) -> Iterator[tuple[int, ...]]:
         """The shape of every parameter."""
-        return self._shapes(self.heads.query, self.heads.kv, self.inner)
+        return self.partial_shapes(self.heads.query * self.heads.dim, self.heads.kv * self.heads.dim, self.inner)
 
-    def shapes_on(self, share: Share, inner: int) -> Iterator[tuple[int, ...]]:
-        """Shapes on a rank with some heads and some of the inner width; norms and the biases of sums are whole."""
-        return self._shapes(len(share.query), len(share.kv), inner)
+    def partial_shapes(self, query_rows: int, kv_rows: int, inner: int) -> Iterator[tuple[int, ...]]:
+        """Shapes with some rows of W_Q, of W_K and of the feed-forward layer's first weights, and the others to match.
 
-    def _shapes(self, query: int, kv: int, inner: int) -> Iterator[tuple[int, ...]]:
+        Norms and the biases of W_O and of the feed-forward layer's last weight are whole.
+        """
         heads, width = self.heads, self.heads.width
-        for rows in (query * heads.dim, kv * heads.dim, kv * heads.value_dim):
+        for rows in (query_rows, kv_rows, kv_rows * heads.value_dim // heads.dim):
             yield rows, width
             if self.qkv_bias:
                 yield (rows,)
-        yield width, query * heads.value_dim
+        yield width, query_rows * heads.value_dim // heads.dim
         if self.out_bias:
             yield (width,)
         if self.head_norms:
             yield from ((heads.dim,), (heads.dim,))
-        yield from self._feed_forward(inner)
+        yield from self.feed_forward_shapes(inner)
+        if self.inner and self.ffn_bias:
+            yield (width,)
         yield from [(width,)] * self.norms
 
-    def _feed_forward(self, inner: int) -> Iterator[tuple[int, ...]]:
-        width = self.heads.width
+    def feed_forward_shapes(self, inner: int) -> Iterator[tuple[int, ...]]:
+        """Shapes of what is split of a feed-forward layer; none where it is not a plain one."""
         if self.inner:
             for _ in range(1 + self.gated):
-                yield inner, width
+                yield inner, self.heads.width
                 if self.ffn_bias:
                     yield (inner,)
-            yield width, inner
-            if self.ffn_bias:
-                yield (width,)
+            yield self.heads.width, inner
 
 
 def matrix_numbers(shapes: Iterable[tuple[int, ...]]) -> int:

@@ -16,16 +16,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..errors import UnsupportedError
 from .head_plan import all_gather_bytes, all_reduce_bytes
 
-NAMESPACES = ("c10d", "_c10d_functional")  # of the operators that a call of torch.distributed, or DTensor's, ends in
+# of the operators that calls of torch.distributed and DTensor end in; and headwise's own, of compiled modules
+NAMESPACES, OWN_OPERATORS = ("c10d", "_c10d_functional"), ("headwise::all_reduce", "headwise::all_to_all")
 _counts: ContextVar[bool] = ContextVar("headwise_counts_traffic", default=True)
 
 
 class Traffic(Counter[str]):
     """Bytes that this rank sends, by kind of communication; agreements between ranks are not counted.
 
-    The kinds: "sums" (all-reduce), "gathers" (all-gather), "scatters" (reduce-scatter), "exchanges" (all-to-all),
-    "messages" (point to point), "broadcasts" (on the rank that they come from). All-reduce, all-gather and
-    reduce-scatter are counted as the ring algorithm sends them, which gloo and nccl use for large tensors.
+    The kinds: "sums" (all-reduce), "gathers" (all-gather), "scatters" (reduce-scatter), "messages" (point to point and
+    all-to-all), "broadcasts" (on the rank that they come from). All-reduce, all-gather and reduce-scatter are counted
+    as the ring algorithm sends them, which gloo and nccl use for large tensors.
     """
 
     @property
@@ -73,6 +74,8 @@ class _CollectiveCounter(TorchDispatchMode):
             name = op.name().split("::")[1].split(".")[0].strip("_")
             names = (argument.name for argument in op._schema.arguments)
             self._count(name, dict(zip(names, args, strict=False)) | (kwargs or {}))
+        if op.name().split(".")[0] in OWN_OPERATORS:
+            raise UnsupportedError("the bytes of a compiled module are not counted; call the module without compiling")
         return op(*args, **(kwargs or {}))
 
     def _count(self, name: str, arguments: dict[str, Any]) -> None:
@@ -155,7 +158,7 @@ SENT: dict[str, tuple[str, Callable[[dict[str, Any], Any], int]]] = {
     **dict.fromkeys(("reduce_scatter", "reduce_scatter_base"), ("scatters", _scatter)),
     "reduce_scatter_tensor_coalesced": ("scatters", _functional_scatter),  # both namespaces have inputs
     **dict.fromkeys(("reduce_scatter_tensor", "reduce_scatter_tensor_out"), ("scatters", _functional_scatter)),
-    **dict.fromkeys(("alltoall", "alltoall_base", "all_to_all_single"), ("exchanges", _exchange)),
+    **dict.fromkeys(("alltoall", "alltoall_base", "all_to_all_single"), ("messages", _exchange)),
     **dict.fromkeys(("send", "isend"), ("messages", _message)),
     "broadcast": ("broadcasts", _broadcast),
 }
