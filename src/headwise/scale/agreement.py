@@ -167,8 +167,8 @@ def describe_arguments(x: Any) -> str:
         return "number"
     if isinstance(x, bool | int | float | str | None):
         return str(x)
-    length = getattr(x, "length", None)  # of a KVCache
-    return type(x).__name__ + (f" of {describe_arguments(length)}" if isinstance(length, int | Tensor) else "")
+    length = _cache_length(x)
+    return type(x).__name__ + (f" of {describe_arguments(length)}" if length is not None else "")
 
 
 def floating_tensors(x: Any) -> dict[str, Tensor]:
@@ -180,6 +180,8 @@ def all_tensors(x: Any, name: str = "") -> dict[str, Tensor]:
     """Every tensor in the arguments of a call, by name or position."""
     if isinstance(x, Tensor):
         return {name: x}
+    if isinstance(_cache_length(x), Tensor):
+        return {f"{name}.length": _cache_length(x)}
     pairs = x.items() if isinstance(x, dict) else enumerate(x) if isinstance(x, list | tuple) else ()
     tensors: dict[str, Tensor] = {}
     for key, value in pairs:
@@ -192,9 +194,17 @@ def plain_numbers(x: Any) -> list[float]:
     """Every number in the arguments of a call, tensors aside."""
     if is_number(x):
         return [float(x)]
+    if is_number(_cache_length(x)):
+        return [float(_cache_length(x))]
     values = x.values() if isinstance(x, dict) else x if isinstance(x, list | tuple) else ()
     return [number for value in values for number in plain_numbers(value)]
 
 
 def is_number(x: Any) -> bool:
     return isinstance(x, int | float) and not isinstance(x, bool)
+
+
+def _cache_length(x: Any) -> Any:
+    """The length of a KVCache; None for anything else."""
+    length = getattr(x, "length", None)
+    return length if isinstance(length, int | Tensor) else None

@@ -19,7 +19,8 @@ class RowExchange:
     """What one rank sends and gets of the rows of a parameter."""
 
     ranks: Ranks
-    plan: RowPlan
+    local: bool  # every rank stores the rows that it needs
+    replicated: bool  # every rank stores all rows
     chunk: range  # the rows that this rank stores
     needed: range  # those that it computes with
     own: range  # those that it stores and computes with
@@ -33,7 +34,9 @@ class RowExchange:
             tuple(rows.get(peer, range(0)) for peer in range(ranks.count))
             for rows in (plan.sent(rank), plan.received(rank))
         )
-        return cls(ranks, plan, plan.chunks[rank], plan.needed[rank], plan.own(rank), sent, received)
+        return cls(
+            ranks, plan.local, plan.replicated, plan.chunks[rank], plan.needed[rank], plan.own(rank), sent, received
+        )
 
 
 def fetch_rows(chunks: list[Tensor], exchange: RowExchange, dim: int = 0) -> list[Tensor]:
@@ -44,9 +47,9 @@ def fetch_rows(chunks: list[Tensor], exchange: RowExchange, dim: int = 0) -> lis
         exchange: of their rows.
         dim: along which they are split.
     """
-    if exchange.plan.local:
+    if exchange.local:
         return chunks
-    if exchange.plan.replicated:  # only the gradients travel
+    if exchange.replicated:  # only the gradients travel
         start, count = exchange.needed.start, len(exchange.needed)
         return [copy_to_ranks(x, exchange.ranks).narrow(dim, start, count) for x in chunks]
     return list(_FetchRows.apply(exchange, dim, *chunks))

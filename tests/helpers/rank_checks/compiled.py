@@ -20,12 +20,14 @@ from .composition import EXACT
 from .registry import check
 from .tensor_parallel import DECODER, LAYERS, whole_tensor
 
+BACKEND = "aot_eager"  # the graphs of forward and backward without kernels, which take minutes to compile
 
-def compare_compiled(name: str, module: Any, x: Tensor, backend: str, **options: Any) -> None:
+
+def compare_compiled(name: str, module: Any, x: Tensor, **options: Any) -> None:
     """Outputs and gradients of a split module, compiled and not."""
     torch._dynamo.reset()
     split = split_heads(copy.deepcopy(module))
-    compiled = torch.compile(split, fullgraph=True, backend=backend)
+    compiled = torch.compile(split, fullgraph=True, backend=BACKEND)
     results = []
     for call in (split, compiled):
         split.zero_grad()
@@ -41,29 +43,30 @@ def compare_compiled(name: str, module: Any, x: Tensor, backend: str, **options:
 
 @check
 def a_compiled_split_attention_is_the_uncompiled_one(ranks: Ranks, folder: Path) -> None:
-    for name in ("divides", "fewer_kv", "idle"):
+    for name in ("divides", "fewer_kv") if ranks.count == 2 else ("idle",):
         torch.manual_seed(41)
         module = MultiHeadAttention(**LAYERS[name]).double()
         x = torch.randn(2, 7, module.heads.width, dtype=torch.float64)
-        compare_compiled(name, module, x, "aot_eager", causal=True)
+        compare_compiled(name, module, x, causal=True)
 
 
 @check
 def compiled_split_blocks_and_stacks_are_the_uncompiled_ones(ranks: Ranks, folder: Path) -> None:
+    if ranks.count > 2:  # compiling takes most of the time
+        return
     torch.manual_seed(42)
     block = TransformerBlock(26, 13, ffn=29, activation="swiglu").double()
     x = torch.randn(2, 7, 26, dtype=torch.float64)
-    # kernels of four ranks take minutes to compile on two cores
-    compare_compiled("block", block, x, "inductor" if ranks.count == 2 else "aot_eager", causal=True)
+    compare_compiled("block", block, x, causal=True)
     decoder = Decoder(replace(DECODER, layers=1, window=None)).double()
-    compare_compiled("decoder", decoder, torch.randint(41, (2, 7)), "aot_eager")
+    compare_compiled("decoder", decoder, torch.randint(41, (2, 7)))
 
 
 @check
 def different_calls_of_a_compiled_split_module_fail_on_all_ranks(ranks: Ranks, folder: Path) -> None:
     torch._dynamo.reset()
     split = split_heads(MultiHeadAttention(15, 5))
-    compiled = torch.compile(split, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(split, fullgraph=True, backend=BACKEND)
     x = torch.ones(2, 7, 15)
     compiled(x)
     with pytest.raises(RankError, match="ranks disagree about the inputs of SplitAttention: the values of tensor 0"):
@@ -71,6 +74,6 @@ def different_calls_of_a_compiled_split_module_fail_on_all_ranks(ranks: Ranks, f
     with pytest.raises(RankError, match="ranks disagree about the inputs of SplitAttention: rank 0 has"):
         compiled(x, causal=ranks.first)
     compiled(x)
-    trained = torch.compile(split_heads(MultiHeadAttention(15, 5, dropout=0.1)), fullgraph=True, backend="aot_eager")
+    trained = torch.compile(split_heads(MultiHeadAttention(15, 5, dropout=0.1)), fullgraph=True, backend=BACKEND)
     with pytest.raises((UnsupportedError, torch._dynamo.exc.Unsupported), match="dropout inside attention"):
         trained(x)
