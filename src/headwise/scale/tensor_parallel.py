@@ -39,6 +39,7 @@ from .parallel_linear import (
     select_rows,
     split_parameter,
 )
+from .partitions import HeadPartition
 from .ranks import Ranks, ranks_of
 
 
@@ -50,6 +51,7 @@ class SplitAttention(SplitModule, MultiHeadAttention):
 
     is_split = True
     plan: HeadPlan
+    partition: HeadPartition
     _head_numbers: Tensor  # of this rank's query heads, in the whole layer
 
     @property
@@ -258,8 +260,9 @@ def _split_attention(part: MultiHeadAttention, ranks: Ranks) -> None:
     has_sinks, head_count = part.sinks is not None, part.heads.query
     local_heads, head_numbers = share.local_heads(part.heads), torch.tensor([*share.query] or [0])
     split = replace_class(
-        part, SplitAttention, plan=plan, ranks=ranks, own_parts={}, heads=local_heads, _head_numbers=head_numbers
-    )
+        part, SplitAttention, plan=plan, partition=HeadPartition(plan, ranks), ranks=ranks, own_parts={},
+        heads=local_heads, _head_numbers=head_numbers,
+    )  # fmt: skip
     if has_sinks:
         split_parameter(split, "sinks", ParameterPart(0, (head_count,), share.query, share.query, False))
 

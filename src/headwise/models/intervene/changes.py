@@ -15,6 +15,7 @@ from ...errors import HeadwiseError, ShapeError
 from ..hooks import check_values
 from ..passes import in_backward
 from ..structure.heads import head_numbers, query_heads
+from ..structure.partition import check_whole_tokens
 from ..structure.sites import ByLayer, Site, find_site
 
 HeadChoice = int | Iterable[int] | Tensor  # head numbers, or gates (H,)

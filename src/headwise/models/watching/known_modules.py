@@ -13,7 +13,6 @@ from ...attention import functional
 from ...attention.nn import module as own
 from ...attention.nn.kv_cache import KVCache, MemoryCache, SlidingCache
 from ...attention.nn.module import MultiHeadAttention, Projected
-from ...errors import UnsupportedError
 from .. import multihead
 from ..multihead import Attended, MultiheadCall
 from ..padding import real_queries
@@ -26,12 +25,6 @@ _watched = Watched()
 
 def install(modules: list[nn.Module], watcher: Watcher) -> None:
     """From now on the watcher sees the calls of these modules."""
-    for module in modules:
-        if isinstance(module, MultiHeadAttention) and module.is_split:
-            raise UnsupportedError(
-                f"{type(module).__name__} holds a part of its heads or tokens on each rank and cannot be watched; "
-                "its stats(...) are of all ranks"
-            )
     with _lock:
         _watched.add(modules, watcher)
         for module in modules:

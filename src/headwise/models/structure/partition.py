@@ -1,0 +1,92 @@
+"""Attention layers whose heads are split over processes (tensor parallel): all heads, by their numbers in the model."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from ...attention.nn.module import MultiHeadAttention
+from ...attention.stats import HeadStats
+from ...errors import UnsupportedError
+from ...heads import Heads
+from .sites import Site
+
+FINDER = "headwise.scale.partitions"  # by name: a layer below this one, needed only where weights are DTensors
+
+
+class RankGroup(Protocol):
+    """The processes that a layer's heads are split over."""
+
+    def agree(self, activity: str, description: str | Callable[[], str]) -> Any:
+        """Raise an error on every process, unless all give the same description."""
+
+    def report_failure(self, activity: str, error: BaseException) -> None:
+        """Tell the other processes, which would wait for this one, that it failed."""
+
+
+class Partition(Protocol):
+    """The heads of one layer over processes, all of which make the same calls of it."""
+
+    @property
+    def heads(self) -> Heads:
+        """Of the whole layer."""
+
+    @property
+    def ranks(self) -> RankGroup: ...
+
+    def gather(self, x: Tensor, dim: int = 1) -> Tensor:
+        """This process's heads in dimension `dim` -> all heads, in order, on every process."""
+
+    def gather_stats(self, stats: HeadStats) -> HeadStats:
+        """Statistics of this process's heads -> of all heads."""
+
+    def join(self, x: Tensor) -> Tensor:
+        """W_O's input of this process (..., heads here * width) -> of all (..., heads * width), with its gradient."""
+
+    def part(self, whole: Tensor, x: Tensor) -> Tensor:
+        """What `join` made of x, or something in its place -> this process's part, with its gradient."""
+
+
+def head_partition(model: nn.Module, site: Site) -> Partition | None:
+    """How the heads of a layer are split over processes; None where this process has all of them.
+
+    Raises:
+        UnsupportedError: for weights that are split in a way that does not tell which heads are here.
+    """
+    if isinstance(site.module, MultiHeadAttention):
+        partition: Partition | None = site.module.partition
+    elif any(hasattr(x, "device_mesh") for x in site.module.parameters()):
+        partition = importlib.import_module(FINDER).find_partition(model, site)
+    else:
+        partition = None
+    return partition
+
+
+def splits_tokens(site: Site) -> bool:
+    """Whether this process has some tokens of every sequence (context parallel) in a layer."""
+    module = site.module
+    return isinstance(module, MultiHeadAttention) and module.is_split and module.partition is None
+
+
+def check_whole(model: nn.Module, sites: Iterable[Site], doing: str) -> None:
+    """Refuse a model whose heads or tokens are split over processes, for something that needs all of them in one."""
+    for site in sites:
+        if splits_tokens(site) or head_partition(model, site) is not None:
+            part = "tokens" if splits_tokens(site) else "heads"
+            raise UnsupportedError(
+                f"cannot {doing} {type(model).__name__}: {type(site.module).__name__} (at {site.place}) has some "
+                f"{part} on each rank; {doing} the model before it is split"
+            )
+
+
+def check_whole_tokens(model: nn.Module, sites: Iterable[Site], doing: str) -> None:
+    """Refuse a model whose sequences are split over processes."""
+    for site in sites:
+        if splits_tokens(site):
+            raise UnsupportedError(
+                f"cannot {doing} {type(model).__name__}: {type(site.module).__name__} (at {site.place}) has some "
+                f"tokens on each rank; {doing} the model before its sequences are split"
+            )
