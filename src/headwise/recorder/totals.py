@@ -61,7 +61,9 @@ class StepTotals:
         if not self.model.training or not runs:
             return
         logged = LoggedLayer(layer.kind, layer.index, layer.name, layer.heads.query, layer.heads.kv)
-        new = LayerTotals(logged, _total(runs[-1]), sample(reading, real))
+        partition = layer.partition
+        stats = _total(runs[-1]) if partition is None else partition.gather_stats(_total(runs[-1]))
+        new = LayerTotals(logged, stats, sample(reading, real, partition))
         for statistic, reason in layer.absent.items():
             if statistic in EXACT:
                 self.absent.setdefault((statistic, reason), layer.name)

@@ -24,9 +24,12 @@ def row_dim(linear: nn.Module) -> int:
     return 1 if type(linear).__name__ == "Conv1D" else 0
 
 
-def weight_problem(linear: nn.Module) -> Problem | None:
-    """Why the weight of a linear layer is not a plain matrix, and what to do; None where it is one."""
-    if problem := wrapping_problem(linear):
+def weight_problem(linear: nn.Module, *, values: bool = True) -> Problem | None:
+    """Why the weight of a linear layer is not a plain matrix, and what to do; None where it is one.
+
+    values: whether its values are needed; its shape is also known where ranks have parts of it.
+    """
+    if problem := wrapping_problem(linear, values=values):
         return problem
     weight = linear._parameters.get("weight")
     if weight is None or weight.dtype not in FLOATS or weight.dim() != 2:
@@ -34,7 +37,12 @@ def weight_problem(linear: nn.Module) -> Problem | None:
     return None
 
 
-def wrapping_problem(module: nn.Module) -> Problem | None:
+def whole_tensor(x: Tensor) -> Tensor:
+    """A parameter, whole also where each rank has a part of it: all ranks must then call this."""
+    return x.full_tensor() if hasattr(x, "full_tensor") else x
+
+
+def wrapping_problem(module: nn.Module, *, values: bool = True) -> Problem | None:
     """Why the parameters of a module are not simply its own tensors, and what to do; None where they are."""
     if hasattr(module, "base_layer") or hasattr(module, "lora_A"):
         return "it carries an adapter", "merge that first, with merge_and_unload() of peft's PeftModel"
@@ -43,8 +51,10 @@ def wrapping_problem(module: nn.Module) -> Problem | None:
     if "weight" not in module._parameters and type(vars(module).get("weight")) in (Tensor, nn.Parameter):
         return "its weight is computed by a hook", "call remove_weight_norm or the like of torch.nn.utils first"
     tensors = [x for x in (*module._parameters.values(), *module._buffers.values()) if x is not None]
-    if any(hasattr(x, "device_mesh") for x in tensors):
+    sharded = [x for x in tensors if hasattr(x, "device_mesh")]
+    if sharded and values:
         return "its weight is sharded over ranks", "prune and save the model before it is sharded"
+    tensors = [x for x in tensors if not hasattr(x, "device_mesh")]
     if any(type(x) not in (nn.Parameter, Tensor) and type(x).__name__ != "Buffer" for x in tensors):
         # torchao's, bitsandbytes' and others'
         return QUANTIZED

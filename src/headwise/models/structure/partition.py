@@ -13,12 +13,17 @@ from ...attention.stats import HeadStats
 from ...errors import UnsupportedError
 from ...heads import Heads
 from .sites import Site
+from .wrappers import is_sharded
 
 FINDER = "headwise.scale.partitions"  # by name: a layer below this one, needed only where weights are DTensors
 
 
 class RankGroup(Protocol):
     """The processes that a layer's heads are split over."""
+
+    @property
+    def group(self) -> Any:
+        """PyTorch's process group."""
 
     def agree(self, activity: str, description: str | Callable[[], str]) -> Any:
         """Raise an error on every process, unless all give the same description."""
@@ -78,8 +83,18 @@ def check_whole(model: nn.Module, sites: Iterable[Site], doing: str) -> None:
             part = "tokens" if splits_tokens(site) else "heads"
             raise UnsupportedError(
                 f"cannot {doing} {type(model).__name__}: {type(site.module).__name__} (at {site.place}) has some "
-                f"{part} on each rank; {doing} the model before it is split"
+                f"{part} on each rank; do it before the model is split"
             )
+
+
+def check_whole_weights(model: nn.Module, sites: Iterable[Site], doing: str) -> None:
+    """As check_whole, and refuse a model whose weights FSDP shards."""
+    check_whole(model, sites, doing)
+    if is_sharded(model):
+        raise UnsupportedError(
+            f"cannot {doing} {type(model).__name__}: FSDP shards its weights, which are needed between its calls; do "
+            "it before the model is sharded"
+        )
 
 
 def check_whole_tokens(model: nn.Module, sites: Iterable[Site], doing: str) -> None:
@@ -88,5 +103,5 @@ def check_whole_tokens(model: nn.Module, sites: Iterable[Site], doing: str) -> N
         if splits_tokens(site):
             raise UnsupportedError(
                 f"cannot {doing} {type(model).__name__}: {type(site.module).__name__} (at {site.place}) has some "
-                f"tokens on each rank; {doing} the model before its sequences are split"
+                "tokens on each rank; do it before the model's sequences are split"
             )

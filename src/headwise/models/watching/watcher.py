@@ -15,7 +15,7 @@ from ...errors import HeadwiseError, RankError, UnsupportedError
 from ..hooks import Hooks, check_values
 from ..passes import PassTracker, in_backward
 from ..register import NAME
-from ..structure.partition import check_whole, check_whole_tokens, head_partition
+from ..structure.partition import RankGroup, check_whole, check_whole_tokens, head_partition
 from ..structure.selection import LayerChoice
 from ..structure.sites import (
     Key,
@@ -145,6 +145,11 @@ class Watch:
         """What looked like attention in the model's own code and was not recorded: module path, class and reason."""
         return [] if self._functions is None else list(self._functions.rejected)
 
+    @property
+    def rank_groups(self) -> list[RankGroup]:
+        """The processes that the layers' heads are split over: one group, as a rule, and none where they are whole."""
+        return list(dict.fromkeys(partition.ranks for partition in self._partitions if partition is not None))
+
     def __getitem__(self, key: Key) -> Layer:
         """A layer by its number, (kind, number) or module path."""
         site = find_site(self.model, self._pass.sites, key)
@@ -168,7 +173,7 @@ class Watch:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        groups = list(dict.fromkeys(partition.ranks for partition in self._partitions if partition is not None))
+        groups = self.rank_groups
         if error is not None:
             self.close()
             for group in groups:
