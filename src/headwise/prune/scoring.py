@@ -77,7 +77,7 @@ def output_weights(scoring: ScoringRun, site: Site) -> Tensor:
     """The columns of W_O that belong to each head: (H, width, head_dim)."""
     path, out = w_o(scoring.model, site)
     weight: Any = getattr(out, "weight", None)
-    weight = whole_tensor(weight).detach() if weight is not None else None
+    weight = whole_tensor(weight).detach() if isinstance(weight, Tensor) else weight
     plain = type(weight) in (Tensor, nn.Parameter)  # torchao's tensors are of other classes
     if not plain or not weight.is_floating_point() or weight.is_meta or weight.dim() != 2:
         raise UnsupportedError(

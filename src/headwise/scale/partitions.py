@@ -84,28 +84,24 @@ def find_partition(model: nn.Module, site: Site) -> HeadPartition | None:
     }
     if not splits:
         return None
-    path, out = _output(model, site, next(iter(splits)))
-    split = _split(out.get_parameter("weight"), data_parallel)
-    if split is None or split.dim != 1 - row_dim(out) or site.source != "registry":
-        name, first = next(iter(splits.items()))
-        raise UnsupportedError(
-            f"{site.place}.{name} of {type(model).__name__} is split over {first.mesh.size()} ranks, and which heads "
-            "each of them has is known of transformers' attention and of headwise.scale.split_heads alone; split "
-            "the model by these, or give it whole"
-        )
+    name, split = next(iter(splits.items()))
+    unknown = UnsupportedError(
+        f"{site.place}.{name} of {type(model).__name__} is split over {split.mesh.size()} ranks, and which heads each "
+        "of them has is known of transformers' attention and of headwise.scale.split_heads alone; split the model by "
+        "these, or give it whole"
+    )
+    if site.source != "registry":
+        raise unknown
+    out = w_o(model, site)[1]
+    columns = _split(out.get_parameter("weight"), data_parallel)
+    if columns is None or columns.dim != 1 - row_dim(out):
+        raise unknown
     layer = find_projections(model, site)
     width = int(out.get_parameter("weight").shape[row_dim(out)])
     heads = Heads(width, layer.query, layer.kv, layer.value_dim)
-    ranks = _ranks(model, split.mesh)
+    ranks = _ranks(model, columns.mesh)
     check_divides(type(model).__name__, [heads], ranks.count)
     return HeadPartition(HeadPlan(heads, ranks.count), ranks)
-
-
-def _output(model: nn.Module, site: Site, name: str) -> tuple[str, nn.Module]:
-    try:
-        return w_o(model, site)
-    except UnsupportedError as error:
-        raise UnsupportedError(f"{site.place}.{name} is split over ranks, and {error}") from None
 
 
 def _split(x: Any, data_parallel: dict[int, int]) -> Split | None:

@@ -6,5 +6,13 @@ computation in one process, and fails on any rank by raising. Importing this pac
 
 from __future__ import annotations
 
-from . import context_parallel, data_parallel, recorder, tensor_parallel, training, transformers_models  # noqa: F401
+from . import (  # noqa: F401
+    context_parallel,
+    data_parallel,
+    recorder,
+    tensor_parallel,
+    training,
+    transformers_models,
+    watching,
+)
 from .registry import CHECKS as CHECKS

@@ -158,8 +158,9 @@ class Layer:
 
     def describe(self) -> str:
         """What was recorded of it, which must be the same on all processes before they gather it."""
-        runs = [f"{'x'.join(map(str, run.all.count.shape[:1]))} {' '.join(run.all.names)}" for run in self.runs]
-        shapes = [_shape_but_heads(x) for x in (*self.all_weights, *(links.keys for links in self.all_links))]
+        runs = [f"{len(run.all.count)} sequences, {' '.join(run.all.names)}" for run in self.runs]
+        tensors: list[Any] = [*self.all_weights, *(links.keys for links in self.all_links)]
+        shapes = ["x".join(map(str, (*x.shape[:1], *x.shape[2:]))) for x in tensors]  # without heads
         return f"{self.kind} {self.index}: {', '.join([*runs, *shapes])}"
 
     def gather(self, chosen: HeadChoice | None) -> None:
@@ -191,10 +192,6 @@ class Layer:
         layer["heads"] = self.heads.to_json()
         parts = {"stats": self.stats, "prefill": self.prefill, "decode": self.decode}
         return {**layer, **{name: None if stats is None else stats.to_json() for name, stats in parts.items()}}
-
-
-def _shape_but_heads(x: Any) -> str:
-    return "x".join(map(str, (*x.shape[:1], *x.shape[2:])))
 
 
 def _join(parts: list[HeadStats | None]) -> HeadStats | None:

@@ -208,7 +208,7 @@ class Watch:
                 f"{type(self.model).__name__} ran, but none of its attention layers {missing}; its heads cannot be "
                 f"watched{candidates}"
             )
-        return "; ".join(layer.describe() for layer in self.layers)
+        return "; ".join(layer.describe() for layer in self.layers if layer.partition is not None)
 
     def _stop(self) -> None:
         self._sources.remove()

@@ -1,0 +1,354 @@
+"""watch, mask_heads and what is built on them over ranks: all heads, with the numbers that one process has.
+
+MODELS are split in every way that is supported; each is compared with the whole model in the same process, in float64.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import headwise
+from headwise import Decoder, Encoder, HeadwiseError, Heads, Shape, TransformerBlock, scale
+from headwise.errors import RankError
+from headwise.scale import ranks as ranks_module
+from headwise.scale.ranks import Ranks
+from helpers.torchrun import assert_error
+from helpers.training import small_gpt2
+from helpers.undeclared_models import NanoGPTFlash, NanoGPTManual, Stack
+
+from .meshes import separate_mesh
+from .registry import check
+
+CLOSE = {"rtol": 1e-9, "atol": 1e-11}
+IDS = torch.arange(2, 24).view(2, 11) * 7 % 31
+
+
+def decoder(heads: int, kv_heads: int) -> Decoder:
+    shape = Shape(
+        layers=2, heads=Heads.split(6 * heads, heads, kv_heads), ffn=17, vocab=31, positions="rotary", head="own"
+    )
+    return randomize(Decoder(shape))
+
+
+def randomize(model: Any) -> Any:
+    """The same random weights on every rank, in float64."""
+    torch.manual_seed(5)
+    model = model.double().eval()
+    for x in model.parameters():
+        nn.init.normal_(x, std=0.3)
+    return model
+
+
+class FusedProjection(nn.Module):
+    """Attention as timm writes it: one linear layer for queries, keys and values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.proj = nn.Linear(15, 45), nn.Linear(15, 15)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, tokens, _ = x.shape
+        q, k, v = self.qkv(x).reshape(batch, tokens, 3, -1, 5).permute(2, 0, 3, 1, 4)
+        return self.proj(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(batch, tokens, -1))
+
+
+class TorchLayers(nn.Module):
+    """Layers of nn.MultiheadAttention's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(15, 3, 19, 0.0, batch_first=True) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def embedded() -> Tensor:
+    return torch.randn(2, 7, 15, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+def sharded(model: Any) -> Any:
+    """The model under FSDP2, each layer on its own, as one does."""
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList):
+            for layer in module:
+                fully_shard(layer)
+    return fully_shard(model)
+
+
+def run(model: Any, inputs: Any) -> Tensor:
+    output = model(input_ids=inputs) if hasattr(model, "config") else model(inputs)
+    return getattr(output, "logits", output)
+
+
+def split_models(folder: Path) -> dict[str, tuple[Any, Any, Any]]:
+    """Models whose heads are split over the ranks: the whole model, the split one, and their input."""
+    models: dict[str, tuple[Any, Any, Any]] = {}
+    # on 4 ranks: heads that divide; a KV head on all ranks; a rank without heads
+    wholes: dict[str, tuple[Any, Any]] = {f"decoder {n}": (decoder(*n), IDS) for n in ((8, 4), (5, 1), (3, 3))}
+    encoder = Shape(layers=2, heads=Heads.split(21, 7), ffn=13, vocab=31, positions="learned", max_length=16)
+    wholes |= {"encoder": (randomize(Encoder(encoder)), IDS), "block": (randomize(TransformerBlock(15, 5)), embedded())}
+    for name, (whole, inputs) in wholes.items():
+        models[name] = whole, scale.split_heads(copy.deepcopy(whole)), inputs
+    for name in ("llama", "qwen"):
+        whole, split = (load(folder / name, dtype=torch.float64) for load in (headwise.load, scale.load_split))
+        models[name] = whole, split, IDS
+    return models
+
+
+def fsdp_models() -> dict[str, tuple[Any, Any, Any]]:
+    """Models for FSDP2, of every source: the whole model, the sharded one, and their input."""
+    wholes = {
+        "registry": (small_gpt2().eval(), IDS),
+        "own": (decoder(6, 3), IDS),
+        "nn.MultiheadAttention": (randomize(TorchLayers()), embedded()),
+        "nanoGPT": (randomize(Stack(NanoGPTFlash)), embedded()),
+        "softmax": (randomize(Stack(NanoGPTManual)), embedded()),
+        "timm": (randomize(Stack(FusedProjection)), embedded()),
+    }
+    return {name: (whole, sharded(copy.deepcopy(whole)), inputs) for name, (whole, inputs) in wholes.items()}
+
+
+def check_same_records(got: Any, want: Any, name: str) -> None:
+    assert [layer.heads for layer in got.layers] == [layer.heads for layer in want.layers], name
+    for a, b in zip(got.layers, want.layers, strict=True):
+        assert (a.key, a.stats.names) == (b.key, b.stats.names), name
+        for statistic in b.stats:
+            torch.testing.assert_close(a.stats[statistic], b.stats[statistic], **CLOSE)
+        torch.testing.assert_close(a.stats.count, b.stats.count)
+        torch.testing.assert_close(a.outputs, b.outputs, **CLOSE)
+        torch.testing.assert_close(a.links(2).keys, b.links(2).keys)
+        torch.testing.assert_close(a.links(2).weights, b.links(2).weights, **CLOSE)
+
+
+@check
+def watch_sees_all_heads_that_ranks_split(ranks: Ranks, folder: Path) -> None:
+    for name, (whole, split, inputs) in split_models(folder).items():
+        options: dict[str, Any] = {"weights": {0: [2, 1]}, "outputs": True, "links": 2, "rows": [4, -1]}
+        with torch.no_grad(), headwise.watch(split, **options) as got, headwise.watch(whole, **options) as want:
+            torch.testing.assert_close(run(split, inputs), run(whole, inputs), **CLOSE)
+            assert_error(lambda got=got: got.layers[0].stats, "those of all are gathered at the end of the `with`")
+        check_same_records(got, want, name)
+        assert (got[0].weights.heads, got[0].weights.rows) == (want[0].weights.heads, want[0].weights.rows)
+        torch.testing.assert_close(got[0].weights.tensor, want[0].weights.tensor, **CLOSE)
+        with torch.no_grad(), scale.watch(split, weights=True, classes=None) as got, headwise.watch(whole, weights=True) as want:
+            run(split, inputs), run(whole, inputs)
+        torch.testing.assert_close(got[0].weights, want[0].weights, **CLOSE)
+
+
+@check
+def watch_of_split_heads_follows_cached_decoding(ranks: Ranks, folder: Path) -> None:
+    whole = decoder(5, 1)
+    split = scale.split_heads(copy.deepcopy(whole))
+    with headwise.watch(split) as got, headwise.watch(whole) as want:
+        assert split.generate(IDS, 4).tolist() == whole.generate(IDS, 4).tolist()
+    for part in ("prefill", "decode", "stats"):
+        a, b = getattr(got.layers[1], part), getattr(want.layers[1], part)
+        torch.testing.assert_close(a.entropy, b.entropy, **CLOSE)
+        torch.testing.assert_close(a.count, b.count)
+
+
+@check
+def mask_heads_of_split_heads_takes_numbers_of_the_whole_layer(ranks: Ranks, folder: Path) -> None:
+    for whole, split, inputs in split_models(folder).values():
+        with torch.no_grad(), headwise.watch(whole, outputs=True) as seen:
+            plain = run(whole, inputs)
+        outputs = seen.layers[0].outputs.flip(0)
+        for heads, value in (({0: [0, 2]}, "zero"), ({0: [1]}, "mean"), ({0: [2, 0]}, outputs)):
+            with torch.no_grad(), headwise.mask_heads(split, heads, value), headwise.mask_heads(whole, heads, value):
+                got, want = run(split, inputs), run(whole, inputs)
+            torch.testing.assert_close(got, want, **CLOSE)
+            assert not torch.allclose(want, plain)
+        with torch.no_grad(), scale.mask_heads(split, {0: [1]}), headwise.watch(split) as got_records:
+            with headwise.mask_heads(whole, {0: [1]}), headwise.watch(whole) as want_records:
+                run(split, inputs), run(whole, inputs)
+        for a, b in zip(got_records.layers, want_records.layers, strict=True):
+            torch.testing.assert_close(a.stats.entropy, b.stats.entropy, **CLOSE)
+
+
+@check
+def gates_of_split_heads_get_the_gradient_of_the_whole_layer(ranks: Ranks, folder: Path) -> None:
+    for whole, split, inputs in split_models(folder).values():
+        gradients = []
+        for model in (split, whole):
+            count = headwise.models.structure.query_heads(model, headwise.models.structure.attention_sites(model)[0])
+            gates = torch.linspace(0.5, 2.0, count, dtype=torch.float64).requires_grad_()
+            with headwise.mask_heads(model, {0: gates}):
+                run(model, inputs).square().mean().backward()
+            gradients.append(gates.grad)
+        torch.testing.assert_close(*gradients, **CLOSE)
+
+
+def squares(output: Any, batch: Any) -> Tensor:
+    """A loss of any model's output."""
+    return getattr(output, "logits", output).square().mean((1, 2))
+
+
+def last_value(output: Any) -> Tensor:
+    """A metric of any model's output."""
+    return getattr(output, "logits", output)[:, -1, 1]
+
+
+SCORES = ("michel", "output", "confidence", "ablation", "magnitude")
+
+
+def check_importance(whole: Any, split: Any, inputs: Any) -> None:
+    for score in SCORES:
+        got, want = (
+            headwise.importance(model, [inputs], score=score, loss=None if score in SCORES[1:3] else squares)
+            for model in (split, whole)
+        )
+        for kind, values in want.items():
+            torch.testing.assert_close(torch.tensor(got[kind]), torch.tensor(values), rtol=1e-5, atol=1e-9)
+
+
+def check_patching(whole: Any, split: Any, inputs: Any) -> None:
+    for method in ("exact", "gradient"):
+        got, want = (
+            headwise.patch(model, inputs, inputs.flip(1), last_value, method=method) for model in (split, whole)
+        )
+        for kind, values in want.items():
+            torch.testing.assert_close(torch.tensor(got[kind]), torch.tensor(values), rtol=1e-6, atol=1e-9)
+
+
+@check
+def importance_and_patching_of_split_heads_are_those_of_one_process(ranks: Ranks, folder: Path) -> None:
+    models = split_models(folder)
+    for name in ("decoder (8, 4)", "decoder (3, 3)", "llama"):
+        check_importance(*models[name])
+        check_patching(*models[name])
+    from headwise.models.structure.attention_layers import attention_layers
+
+    for whole, split, _ in models.values():
+        assert attention_layers(split) == attention_layers(whole)
+
+
+@check
+def watch_mask_importance_and_patching_work_under_fsdp(ranks: Ranks, folder: Path) -> None:
+    for name, (whole, split, inputs) in fsdp_models().items():
+        options: dict[str, Any] = {"weights": True, "outputs": True, "links": 2}
+        own = inputs if ranks.first else inputs.flip(1)  # each rank records its own batch
+        with torch.no_grad(), headwise.watch(split, **options) as got, headwise.watch(whole, **options) as want:
+            run(split, own), run(whole, own)
+        check_same_records(got, want, name)
+        torch.testing.assert_close(got.layers[0].weights, want.layers[0].weights, **CLOSE)
+        for value in ("zero", "mean"):
+            with torch.no_grad(), headwise.mask_heads(split, {0: [1], 1: [0, 2]}, value):
+                masked = run(split, own)
+            with torch.no_grad(), headwise.mask_heads(whole, {0: [1], 1: [0, 2]}, value):
+                torch.testing.assert_close(masked, run(whole, own), **CLOSE)
+        check_patching(whole, split, inputs)
+        if name in ("registry", "own"):
+            check_importance(whole, split, inputs)
+
+
+@check
+def what_needs_whole_weights_is_refused_over_ranks(ranks: Ranks, folder: Path) -> None:
+    whole = decoder(8, 4)
+    need = headwise.context_need(whole, [IDS], windows=(4,))
+    plan = headwise.stream_plan(need, window=4, share=0.5)
+    calls: dict[str, Callable[[Any], Any]] = {
+        "attribute": lambda model: headwise.attribute(model, IDS, last_value),
+        "circuit": lambda model: headwise.circuit(model, IDS, IDS.flip(1), last_value),
+        "head_matrices": lambda model: headwise.head_matrices(model, 0, 1),
+        "prune_heads": lambda model: headwise.prune_heads(model, {0: [1]}),
+        "group_kv_heads": lambda model: headwise.group_kv_heads(model, kv_heads=1),
+        "save": lambda model: headwise.save(model, folder / f"never-{ranks.rank}"),
+        "streaming": lambda model: headwise.streaming(model, plan),
+        "context_need": lambda model: headwise.context_need(model, [IDS], windows=(4,)),
+        "patterns": lambda model: headwise.patch(model, IDS, IDS.flip(1), last_value, what="pattern"),
+        "each": lambda model: headwise.watch(model, each=print),
+    }
+    models = {
+        "heads": scale.split_heads(copy.deepcopy(whole)),
+        "transformers": scale.load_split(folder / "llama"),
+        "tokens": scale.split_sequence(copy.deepcopy(whole)),
+        "fsdp": sharded(copy.deepcopy(whole)),
+    }
+    permitted = {"fsdp": ("streaming", "context_need", "patterns", "each"), "tokens": ("head_matrices",)}
+    for way, model in models.items():
+        for name, call in calls.items():
+            if name in permitted.get(way, ()):
+                call(model)
+                continue
+            with pytest.raises(HeadwiseError) as caught:
+                call(model)
+            words = "rank|FSDP|sharded"
+            assert any(word in str(caught.value) for word in words.split("|")), (way, name, caught.value)
+    assert headwise.context_need(models["fsdp"], [IDS], windows=(4,)).to_json() == need.to_json()
+
+
+@check
+def an_error_inside_a_watch_reaches_all_ranks(ranks: Ranks, folder: Path) -> None:
+    split = scale.split_heads(decoder(3, 3), separate_mesh())
+    with pytest.MonkeyPatch.context() as patch:  # noqa: SIM117
+        patch.setattr(ranks_module, "FAILURE_WAIT", 0.5)
+        with pytest.raises(ValueError if ranks.rank == 1 else RankError) as caught:  # noqa: PT012
+            with headwise.watch(split), torch.no_grad():
+                split(IDS)
+                if ranks.rank == 1:
+                    raise ValueError("no such file")
+    if ranks.rank != 1:
+        assert "rank 1 failed at what was watched: ValueError: no such file" in str(caught.value)
+    split = scale.split_heads(decoder(3, 3))
+    with pytest.raises(HeadwiseError) as caught:  # noqa: PT012
+        with headwise.watch(split, weights=True, rows=[2 if ranks.first else 50]), torch.no_grad():
+            split(IDS)
+    assert "rows 50 were not in any call" in str(caught.value)
+    with headwise.watch(split) as seen, torch.no_grad():
+        split(IDS)
+    assert len(seen.layers[0].stats.entropy) == 3, "the ranks are in step again"
+
+
+@check
+def layers_that_others_split_are_seen_or_refused(ranks: Ranks, folder: Path) -> None:
+    mesh = init_device_mesh("cpu", (ranks.count,))
+    whole = headwise.load(folder / "llama", dtype=torch.float64)
+    styles: dict[str, Any] = {f"self_attn.{name}_proj": ColwiseParallel() for name in "qkv"}
+    split = copy.deepcopy(whole)
+    for layer in split.model.layers:
+        parallelize_module(layer, mesh, {**styles, "self_attn.o_proj": RowwiseParallel()})
+    with torch.no_grad(), headwise.watch(split, outputs=True, links=2) as got:
+        with headwise.watch(whole, outputs=True, links=2) as want, headwise.mask_heads(whole, {1: [2, 7]}):
+            with headwise.mask_heads(split, {1: [2, 7]}):
+                torch.testing.assert_close(run(split, IDS), run(whole, IDS), **CLOSE)
+    check_same_records(got, want, "PyTorch's styles")
+    unknown = randomize(Stack(FusedProjection))
+    for step in unknown.steps:
+        parallelize_module(step, mesh, {"proj": RowwiseParallel(input_layouts=torch.distributed.tensor.Replicate())})
+
+    def watch_unknown() -> None:
+        with headwise.watch(unknown), torch.no_grad():
+            unknown(embedded())
+
+    assert_error(watch_unknown, f"steps.0.proj.weight of Stack is split over {ranks.count} ranks")
+
+
+@check
+def heads_are_watched_under_fsdp_around_split_heads(ranks: Ranks, folder: Path) -> None:
+    if ranks.count < 4:
+        return
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    whole = decoder(8, 4)
+    split = scale.split_heads(copy.deepcopy(whole), mesh["tp"])
+    for block in split.blocks:
+        fully_shard(block, mesh=mesh["dp"])
+    fully_shard(split, mesh=mesh["dp"])
+    own = IDS if mesh["dp"].get_local_rank() == 0 else IDS.flip(1)
+    with torch.no_grad(), headwise.watch(split, outputs=True, links=2) as got:
+        run(split, own)
+    with torch.no_grad(), headwise.watch(whole, outputs=True, links=2) as want:
+        run(whole, own)
+    check_same_records(got, want, "FSDP around split heads")
