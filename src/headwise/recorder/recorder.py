@@ -241,8 +241,8 @@ class Recorder(TrainerEvents):
         return watch_calls(self.model, self._totals, self._exact)
 
     def _share_heads(self, new_watch: Watch) -> None:
-        """Where ranks split the heads, each of them has the totals of all heads: one of them counts, and writes."""
-        for group in new_watch.rank_groups:
+        """Where ranks split heads or tokens, each of them has the totals of all: one of them counts, and writes."""
+        for group in new_watch.rank_groups if self._ranks.group is not None else ():
             recording_ranks = dist.get_process_group_ranks(self._ranks.group)
             members = dist.get_process_group_ranks(group.group)
             self._counted &= next(rank for rank in members if rank in recording_ranks) == dist.get_rank()
@@ -266,7 +266,7 @@ class Recorder(TrainerEvents):
             max(total.calls for total in layers.values()),
             self._ranks.count,
             {key: total.values() for key, total in layers.items()},
-            {key: total.twins() for key, total in layers.items() if total.layer.heads > 1},
+            {key: total.twins() for key, total in layers.items() if total.has_twins},
             {key: int(total.stats.count.max()) for key, total in layers.items()},
         )
         alarms = self._alarms.update(entry)

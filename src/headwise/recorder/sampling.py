@@ -41,6 +41,12 @@ class Samples:
         return largest.clamp(-1.0, 1.0), which
 
 
+def no_samples(heads: int) -> Samples:
+    """Of a layer whose weights are not looked at."""
+    zeros = torch.zeros(heads + 1, heads, dtype=torch.float64)
+    return Samples(zeros[1:], zeros[0], torch.zeros((), dtype=torch.float64))
+
+
 def sample(reading: Any, real: Tensor | None, partition: Partition | None = None) -> Samples:
     """Measure some queries of an attention call.
 

@@ -174,3 +174,16 @@ def a_recorder_gathers_split_heads_and_sums_over_data_parallel_ranks(ranks: Rank
                 assert TrainingLog.load(path).steps == [1], "one rank writes"
                 path.unlink()
             ranks.barrier("the log is gone")
+
+
+@check
+def a_recorder_counts_the_tokens_of_a_split_sequence_once(ranks: Ranks, folder: Path) -> None:
+    ids = torch.arange(2 * 19).view(2, 19) * 5 % 31
+    want = recorded(decoder(6, 3), [ids], path=None, mesh=one_rank(ranks))
+    local = headwise.scale.shard_sequence(ids, 1)
+    got = recorded(headwise.scale.split_sequence(decoder(6, 3)), [local], path=folder / "tokens.jsonl")
+    for key, values in want.values.items():
+        values.pop("output"), values.pop("twin")
+        want.twins.pop(key)
+    check_same_entries(got, want)
+    assert set(got.queries.values()) == {38}

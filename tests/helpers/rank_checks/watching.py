@@ -352,3 +352,31 @@ def heads_are_watched_under_fsdp_around_split_heads(ranks: Ranks, folder: Path) 
     with torch.no_grad(), headwise.watch(whole, outputs=True, links=2) as want:
         run(whole, own)
     check_same_records(got, want, "FSDP around split heads")
+
+
+@check
+def watch_of_split_sequences_has_statistics_of_whole_sequences(ranks: Ranks, folder: Path) -> None:
+    whole = decoder(6, 3)
+    split = scale.split_sequence(copy.deepcopy(whole))
+    ids = torch.arange(2 * 19).view(2, 19) * 5 % 31
+    lengths = torch.tensor([19, 12])
+    chosen = torch.rand(2, 19, generator=torch.Generator().manual_seed(0)) > 0.5
+    for options in ({}, {"lengths": lengths}):
+        classes = {"some": chosen}
+        local_classes = {"some": scale.shard_sequence(chosen, 1)}
+        with torch.no_grad(), headwise.watch(split, classes=local_classes) as got:
+            with headwise.watch(whole, classes=classes) as want, headwise.mask_heads(whole, {0: [1, 4]}):
+                with headwise.mask_heads(split, {0: [1, 4]}):
+                    a, b = split(scale.shard_sequence(ids, 1), **options), whole(ids, **options)
+        gathered = scale.gather_sequence(a, 1)
+        for row, length in enumerate(lengths if options else [19, 19]):
+            torch.testing.assert_close(gathered[row, :length], b[row, :length], **CLOSE)
+        for got_layer, want_layer in zip(got.layers, want.layers, strict=True):
+            assert got_layer.heads == want_layer.heads
+            torch.testing.assert_close(got_layer.stats.count, want_layer.stats.count, check_dtype=False)
+            assert set(want_layer.stats) == set(got_layer.stats)
+            for name in want_layer.stats:
+                torch.testing.assert_close(got_layer.stats[name], want_layer.stats[name], **CLOSE)
+    for refused in ({"weights": True}, {"outputs": True}, {"links": 1}):
+        assert_error(lambda refused=refused: headwise.watch(split, **refused), "cannot watch more than statistics of")
+    assert_error(lambda: headwise.mask_heads(split, {0: [1]}, "mean"), "cannot put means over tokens into Decoder")

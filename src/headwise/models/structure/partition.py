@@ -70,17 +70,16 @@ def head_partition(model: nn.Module, site: Site) -> Partition | None:
     return partition
 
 
-def splits_tokens(site: Site) -> bool:
-    """Whether this process has some tokens of every sequence (context parallel) in a layer."""
-    module = site.module
+def splits_tokens(module: nn.Module) -> bool:
+    """Whether this process has some tokens of every sequence (context parallel) in an attention module."""
     return isinstance(module, MultiHeadAttention) and module.is_split and module.partition is None
 
 
 def check_whole(model: nn.Module, sites: Iterable[Site], doing: str) -> None:
     """Refuse a model whose heads or tokens are split over processes, for something that needs all of them in one."""
     for site in sites:
-        if splits_tokens(site) or head_partition(model, site) is not None:
-            part = "tokens" if splits_tokens(site) else "heads"
+        if splits_tokens(site.module) or head_partition(model, site) is not None:
+            part = "tokens" if splits_tokens(site.module) else "heads"
             raise UnsupportedError(
                 f"cannot {doing} {type(model).__name__}: {type(site.module).__name__} (at {site.place}) has some "
                 f"{part} on each rank; do it before the model is split"
@@ -100,7 +99,7 @@ def check_whole_weights(model: nn.Module, sites: Iterable[Site], doing: str) -> 
 def check_whole_tokens(model: nn.Module, sites: Iterable[Site], doing: str) -> None:
     """Refuse a model whose sequences are split over processes."""
     for site in sites:
-        if splits_tokens(site):
+        if splits_tokens(site.module):
             raise UnsupportedError(
                 f"cannot {doing} {type(model).__name__}: {type(site.module).__name__} (at {site.place}) has some "
                 "tokens on each rank; do it before the model's sequences are split"

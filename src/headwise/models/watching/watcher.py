@@ -15,7 +15,7 @@ from ...errors import HeadwiseError, RankError, UnsupportedError
 from ..hooks import Hooks, check_values
 from ..passes import PassTracker, in_backward
 from ..register import NAME
-from ..structure.partition import RankGroup, check_whole, check_whole_tokens, head_partition
+from ..structure.partition import RankGroup, check_whole, check_whole_tokens, head_partition, splits_tokens
 from ..structure.selection import LayerChoice
 from ..structure.sites import (
     Key,
@@ -112,10 +112,11 @@ class Watch:
     """A watched model, and what was recorded of it."""
 
     def __init__(self, model: nn.Module, sites: list[Site], request: Request) -> None:
-        check_whole_tokens(model, sites, "watch")
+        if request.weights or request.outputs or request.links:
+            check_whole_tokens(model, sites, "watch more than statistics of")
         self.model = model
         self.recording = Recording(model, request)
-        self._partitions = [head_partition(model, site) for site in first_per_module(sites)]
+        self.rank_groups = _rank_groups(model, sites)
         self._request = request
         self._modules = [site.module for site in first_per_module(sites) if site.source != "function"]
         self._sources = Sources(sites, self)
@@ -145,11 +146,6 @@ class Watch:
         """What looked like attention in the model's own code and was not recorded: module path, class and reason."""
         return [] if self._functions is None else list(self._functions.rejected)
 
-    @property
-    def rank_groups(self) -> list[RankGroup]:
-        """The processes that the layers' heads are split over: one group, as a rule, and none where they are whole."""
-        return list(dict.fromkeys(partition.ranks for partition in self._partitions if partition is not None))
-
     def __getitem__(self, key: Key) -> Layer:
         """A layer by its number, (kind, number) or module path."""
         site = find_site(self.model, self._pass.sites, key)
@@ -173,16 +169,15 @@ class Watch:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        groups = self.rank_groups
         if error is not None:
             self.close()
-            for group in groups:
+            for group in self.rank_groups:
                 if isinstance(error, Exception) and not isinstance(error, RankError):
                     group.report_failure("what was watched", error)
-        elif not groups:
+        elif not self.rank_groups:
             self._finish()
         else:
-            for group in groups:
+            for group in self.rank_groups:
                 group.agree("what was watched", self._finish)
             for site, layer in self.recording.layers.items():
                 layer.gather(self._request.weights.heads(site))
@@ -337,6 +332,18 @@ class Watch:
         plain = call.implementation in ("sdpa", NAME) and not call.options.get("output_attentions")
         permitted = plain and not self._request.exact and self._request.stats and not call.dropout
         return permitted and reading.in_one_pass()
+
+
+def _rank_groups(model: nn.Module, sites: list[Site]) -> list[RankGroup]:
+    """The processes that heads or tokens of a model are split over: one group as a rule, none where all are here."""
+    groups: dict[RankGroup, None] = {}
+    for site in first_per_module(sites):
+        partition = head_partition(model, site)
+        if partition is not None:
+            groups[partition.ranks] = None
+        elif splits_tokens(site.module):
+            groups[site.module.ranks] = None  # type: ignore[index]  # of scale's SplitSequenceAttention
+    return list(groups)
 
 
 def _readings(call: ModelCall, context: CallContext, eager: Function) -> tuple[Reading, EagerReading]:
