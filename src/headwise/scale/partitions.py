@@ -8,6 +8,7 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Replicate
 
@@ -78,9 +79,7 @@ def find_partition(model: nn.Module, site: Site) -> HeadPartition | None:
     """
     data_parallel = _data_parallel_dims(model)
     splits = {
-        name: split
-        for name, x in site.module.named_parameters()
-        if (split := _split(x, data_parallel)) is not None
+        name: split for name, x in site.module.named_parameters() if (split := _split(x, data_parallel)) is not None
     }
     if not splits:
         return None
@@ -121,7 +120,7 @@ def _split(x: Any, data_parallel: dict[int, int]) -> Split | None:
 
 def _data_parallel_dims(model: nn.Module) -> dict[int, int]:
     """For each parameter that fully_shard made, by id, how many dimensions of its mesh are FSDP's."""
-    states = [module._get_fsdp_state() for module in model.modules() if hasattr(module, "_get_fsdp_state")]
+    states = [module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)]
     return {
         id(parameter.sharded_param): parameter.mesh_info.mesh.ndim
         for state in states

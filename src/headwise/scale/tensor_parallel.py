@@ -51,7 +51,6 @@ class SplitAttention(SplitModule, MultiHeadAttention):
 
     is_split = True
     plan: HeadPlan
-    partition: HeadPartition
     _head_numbers: Tensor  # of this rank's query heads, in the whole layer
 
     @property
@@ -78,6 +77,11 @@ class SplitAttention(SplitModule, MultiHeadAttention):
     def stats(self, query: Tensor, key: Tensor | None = None, value: Tensor | None = None, **options: Any) -> HeadStats:
         """As MultiHeadAttention.stats, of all heads, on every rank."""
         return gather_stats(super().stats(query, key, value, **options), self.plan, self.ranks)
+
+    @property
+    def partition(self) -> HeadPartition:
+        """How to get at the heads of all ranks."""
+        return HeadPartition(self.plan, self.ranks)
 
     def prune_heads(self, heads: Any) -> MultiHeadAttention:
         raise UnsupportedError("this attention is split over ranks; prune the whole one and split what is left")
@@ -260,9 +264,8 @@ def _split_attention(part: MultiHeadAttention, ranks: Ranks) -> None:
     has_sinks, head_count = part.sinks is not None, part.heads.query
     local_heads, head_numbers = share.local_heads(part.heads), torch.tensor([*share.query] or [0])
     split = replace_class(
-        part, SplitAttention, plan=plan, partition=HeadPartition(plan, ranks), ranks=ranks, own_parts={},
-        heads=local_heads, _head_numbers=head_numbers,
-    )  # fmt: skip
+        part, SplitAttention, plan=plan, ranks=ranks, own_parts={}, heads=local_heads, _head_numbers=head_numbers
+    )
     if has_sinks:
         split_parameter(split, "sinks", ParameterPart(0, (head_count,), share.query, share.query, False))
 

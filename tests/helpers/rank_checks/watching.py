@@ -18,8 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import headwise
-from headwise import Decoder, Encoder, HeadwiseError, Heads, Shape, TransformerBlock, scale
-from headwise.errors import RankError
+from headwise import Decoder, Encoder, Heads, HeadwiseError, Shape, TransformerBlock, scale
 from headwise.scale import ranks as ranks_module
 from headwise.scale.ranks import Ranks
 from helpers.torchrun import assert_error
@@ -108,8 +107,8 @@ def split_models(folder: Path) -> dict[str, tuple[Any, Any, Any]]:
     return models
 
 
-def fsdp_models() -> dict[str, tuple[Any, Any, Any]]:
-    """Models for FSDP2, of every source: the whole model, the sharded one, and their input."""
+def data_parallel_models() -> dict[str, tuple[Any, Any, Any]]:
+    """Models under FSDP2, of every source, and one under DDP: the whole model, the wrapped one, and their input."""
     wholes = {
         "registry": (small_gpt2().eval(), IDS),
         "own": (decoder(6, 3), IDS),
@@ -118,7 +117,9 @@ def fsdp_models() -> dict[str, tuple[Any, Any, Any]]:
         "softmax": (randomize(Stack(NanoGPTManual)), embedded()),
         "timm": (randomize(Stack(FusedProjection)), embedded()),
     }
-    return {name: (whole, sharded(copy.deepcopy(whole)), inputs) for name, (whole, inputs) in wholes.items()}
+    models = {name: (whole, sharded(copy.deepcopy(whole)), inputs) for name, (whole, inputs) in wholes.items()}
+    whole = decoder(6, 3)
+    return models | {"DDP": (whole, nn.parallel.DistributedDataParallel(copy.deepcopy(whole)), IDS)}
 
 
 def check_same_records(got: Any, want: Any, name: str) -> None:
@@ -143,7 +144,11 @@ def watch_sees_all_heads_that_ranks_split(ranks: Ranks, folder: Path) -> None:
         check_same_records(got, want, name)
         assert (got[0].weights.heads, got[0].weights.rows) == (want[0].weights.heads, want[0].weights.rows)
         torch.testing.assert_close(got[0].weights.tensor, want[0].weights.tensor, **CLOSE)
-        with torch.no_grad(), scale.watch(split, weights=True, classes=None) as got, headwise.watch(whole, weights=True) as want:
+        with (
+            torch.no_grad(),
+            scale.watch(split, weights=True, classes=None) as got,
+            headwise.watch(whole, weights=True) as want,
+        ):
             run(split, inputs), run(whole, inputs)
         torch.testing.assert_close(got[0].weights, want[0].weights, **CLOSE)
 
@@ -171,10 +176,12 @@ def mask_heads_of_split_heads_takes_numbers_of_the_whole_layer(ranks: Ranks, fol
                 got, want = run(split, inputs), run(whole, inputs)
             torch.testing.assert_close(got, want, **CLOSE)
             assert not torch.allclose(want, plain)
-        with torch.no_grad(), scale.mask_heads(split, {0: [1]}), headwise.watch(split) as got_records:
-            with headwise.mask_heads(whole, {0: [1]}), headwise.watch(whole) as want_records:
-                run(split, inputs), run(whole, inputs)
-        for a, b in zip(got_records.layers, want_records.layers, strict=True):
+        records = []
+        for model in (split, whole):
+            with torch.no_grad(), scale.mask_heads(model, {0: [1]}), headwise.watch(model) as seen:
+                run(model, inputs)
+            records.append(seen)
+        for a, b in zip(*(seen.layers for seen in records), strict=True):
             torch.testing.assert_close(a.stats.entropy, b.stats.entropy, **CLOSE)
 
 
@@ -236,8 +243,8 @@ def importance_and_patching_of_split_heads_are_those_of_one_process(ranks: Ranks
 
 
 @check
-def watch_mask_importance_and_patching_work_under_fsdp(ranks: Ranks, folder: Path) -> None:
-    for name, (whole, split, inputs) in fsdp_models().items():
+def watch_mask_importance_and_patching_work_under_fsdp_and_ddp(ranks: Ranks, folder: Path) -> None:
+    for name, (whole, split, inputs) in data_parallel_models().items():
         options: dict[str, Any] = {"weights": True, "outputs": True, "links": 2}
         own = inputs if ranks.first else inputs.flip(1)  # each rank records its own batch
         with torch.no_grad(), headwise.watch(split, **options) as got, headwise.watch(whole, **options) as want:
@@ -250,15 +257,22 @@ def watch_mask_importance_and_patching_work_under_fsdp(ranks: Ranks, folder: Pat
             with torch.no_grad(), headwise.mask_heads(whole, {0: [1], 1: [0, 2]}, value):
                 torch.testing.assert_close(masked, run(whole, own), **CLOSE)
         check_patching(whole, split, inputs)
-        if name in ("registry", "own"):
+        if name in ("registry", "own", "DDP"):
             check_importance(whole, split, inputs)
+            plan = streaming_plan(whole)
+            with torch.no_grad(), headwise.streaming(split, plan), headwise.streaming(whole, plan):
+                torch.testing.assert_close(run(split, own), run(whole, own), **CLOSE)
+
+
+def streaming_plan(model: Any) -> Any:
+    batch = {"input_ids": IDS} if hasattr(model, "config") else IDS
+    return headwise.stream_plan(headwise.context_need(model, [batch], windows=(4,)), window=4, share=0.5)
 
 
 @check
 def what_needs_whole_weights_is_refused_over_ranks(ranks: Ranks, folder: Path) -> None:
     whole = decoder(8, 4)
-    need = headwise.context_need(whole, [IDS], windows=(4,))
-    plan = headwise.stream_plan(need, window=4, share=0.5)
+    need, plan = headwise.context_need(whole, [IDS], windows=(4,)), streaming_plan(whole)
     calls: dict[str, Callable[[Any], Any]] = {
         "attribute": lambda model: headwise.attribute(model, IDS, last_value),
         "circuit": lambda model: headwise.circuit(model, IDS, IDS.flip(1), last_value),
@@ -270,14 +284,23 @@ def what_needs_whole_weights_is_refused_over_ranks(ranks: Ranks, folder: Path) -
         "context_need": lambda model: headwise.context_need(model, [IDS], windows=(4,)),
         "patterns": lambda model: headwise.patch(model, IDS, IDS.flip(1), last_value, what="pattern"),
         "each": lambda model: headwise.watch(model, each=print),
+        "importance": lambda model: headwise.importance(model, [IDS], "michel", squares),
+        "patch": lambda model: headwise.patch(model, IDS, IDS.flip(1), last_value),
+        "scale.importance": lambda model: scale.importance(model, [IDS, IDS], "confidence"),
+        "scale.context_need": lambda model: scale.context_need(model, [IDS, IDS], windows=(4,)),
     }
     models = {
         "heads": scale.split_heads(copy.deepcopy(whole)),
         "transformers": scale.load_split(folder / "llama"),
         "tokens": scale.split_sequence(copy.deepcopy(whole)),
         "fsdp": sharded(copy.deepcopy(whole)),
+        "ddp": nn.parallel.DistributedDataParallel(copy.deepcopy(whole)),
     }
-    permitted = {"fsdp": ("streaming", "context_need", "patterns", "each"), "tokens": ("head_matrices",)}
+    scored = ("importance", "patch")
+    permitted = {
+        "heads": scored, "transformers": scored, "tokens": ("head_matrices",), "ddp": tuple(calls),
+        "fsdp": (*scored, "streaming", "context_need", "patterns", "each"),
+    }  # fmt: skip
     for way, model in models.items():
         for name, call in calls.items():
             if name in permitted.get(way, ()):
@@ -293,20 +316,24 @@ def what_needs_whole_weights_is_refused_over_ranks(ranks: Ranks, folder: Path) -
 @check
 def an_error_inside_a_watch_reaches_all_ranks(ranks: Ranks, folder: Path) -> None:
     split = scale.split_heads(decoder(3, 3), separate_mesh())
-    with pytest.MonkeyPatch.context() as patch:  # noqa: SIM117
+
+    def fail_on_rank_1() -> None:
+        with headwise.watch(split), torch.no_grad():
+            split(IDS)
+            if ranks.rank == 1:
+                raise HeadwiseError("no such file")
+
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ranks_module, "FAILURE_WAIT", 0.5)
-        with pytest.raises(ValueError if ranks.rank == 1 else RankError) as caught:  # noqa: PT012
-            with headwise.watch(split), torch.no_grad():
-                split(IDS)
-                if ranks.rank == 1:
-                    raise ValueError("no such file")
-    if ranks.rank != 1:
-        assert "rank 1 failed at what was watched: ValueError: no such file" in str(caught.value)
+        others = "rank 1 failed at what was watched: no such file"
+        assert_error(fail_on_rank_1, "no such file" if ranks.rank == 1 else others)
     split = scale.split_heads(decoder(3, 3))
-    with pytest.raises(HeadwiseError) as caught:  # noqa: PT012
+
+    def ask_for_a_row_that_only_one_rank_wants() -> None:
         with headwise.watch(split, weights=True, rows=[2 if ranks.first else 50]), torch.no_grad():
             split(IDS)
-    assert "rows 50 were not in any call" in str(caught.value)
+
+    assert_error(ask_for_a_row_that_only_one_rank_wants, "rows 50 were not in any call")
     with headwise.watch(split) as seen, torch.no_grad():
         split(IDS)
     assert len(seen.layers[0].stats.entropy) == 3, "the ranks are in step again"
@@ -320,11 +347,13 @@ def layers_that_others_split_are_seen_or_refused(ranks: Ranks, folder: Path) -> 
     split = copy.deepcopy(whole)
     for layer in split.model.layers:
         parallelize_module(layer, mesh, {**styles, "self_attn.o_proj": RowwiseParallel()})
-    with torch.no_grad(), headwise.watch(split, outputs=True, links=2) as got:
-        with headwise.watch(whole, outputs=True, links=2) as want, headwise.mask_heads(whole, {1: [2, 7]}):
-            with headwise.mask_heads(split, {1: [2, 7]}):
-                torch.testing.assert_close(run(split, IDS), run(whole, IDS), **CLOSE)
-    check_same_records(got, want, "PyTorch's styles")
+    records = []
+    for model in (split, whole):
+        options: dict[str, Any] = {"outputs": True, "links": 2}
+        with torch.no_grad(), headwise.watch(model, **options) as seen, headwise.mask_heads(model, {1: [2, 7]}):
+            run(model, IDS)
+        records.append(seen)
+    check_same_records(records[0], records[1], "PyTorch's styles")
     unknown = randomize(Stack(FusedProjection))
     for step in unknown.steps:
         parallelize_module(step, mesh, {"proj": RowwiseParallel(input_layouts=torch.distributed.tensor.Replicate())})
@@ -362,12 +391,11 @@ def watch_of_split_sequences_has_statistics_of_whole_sequences(ranks: Ranks, fol
     lengths = torch.tensor([19, 12])
     chosen = torch.rand(2, 19, generator=torch.Generator().manual_seed(0)) > 0.5
     for options in ({}, {"lengths": lengths}):
-        classes = {"some": chosen}
-        local_classes = {"some": scale.shard_sequence(chosen, 1)}
-        with torch.no_grad(), headwise.watch(split, classes=local_classes) as got:
-            with headwise.watch(whole, classes=classes) as want, headwise.mask_heads(whole, {0: [1, 4]}):
-                with headwise.mask_heads(split, {0: [1, 4]}):
-                    a, b = split(scale.shard_sequence(ids, 1), **options), whole(ids, **options)
+        mask, classes = {0: [1, 4]}, {"some": scale.shard_sequence(chosen, 1)}
+        with torch.no_grad(), headwise.watch(split, classes=classes) as got, headwise.mask_heads(split, mask):
+            a = split(scale.shard_sequence(ids, 1), **options)
+        with torch.no_grad(), headwise.watch(whole, classes={"some": chosen}) as want, headwise.mask_heads(whole, mask):
+            b = whole(ids, **options)
         gathered = scale.gather_sequence(a, 1)
         for row, length in enumerate(lengths if options else [19, 19]):
             torch.testing.assert_close(gathered[row, :length], b[row, :length], **CLOSE)
