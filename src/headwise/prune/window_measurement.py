@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..errors import UnsupportedError
 from ..models.structure.heads import w_o
-from ..models.structure.linear_layers import weight_problem, whole_tensor
+from ..models.structure.linear_layers import weight_problem, whole_weight
 from ..models.structure.partition import check_whole
 from ..models.structure.sites import Site, attention_sites
 from ..models.text_inputs import is_encoder_decoder
@@ -125,7 +125,7 @@ def _output_weight(linear: nn.Module, site: Site) -> Tensor:
     problem = weight_problem(linear, values=False)
     if problem is not None:
         raise UnsupportedError(f"W_O of {site} cannot be read: {problem[0]}; {problem[1]}")
-    return in_rows(linear, whole_tensor(linear.get_parameter("weight")).detach())
+    return in_rows(linear, whole_weight(linear))
 
 
 class _InputCheck:

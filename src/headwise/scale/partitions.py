@@ -15,7 +15,7 @@ from torch.distributed.tensor.placement_types import Replicate
 from ..attention.stats import HeadStats
 from ..errors import UnsupportedError
 from ..heads import Heads
-from ..models.structure import Site, row_dim, w_o
+from ..models.structure import Site, input_width, query_heads, row_dim, w_o
 from ..models.structure.projections import find_projections
 from .head_gather import gather_heads, gather_stats, take_heads
 from .head_plan import HeadPlan, check_divides
@@ -26,15 +26,27 @@ _ranks_by_model: WeakKeyDictionary[nn.Module, Ranks] = WeakKeyDictionary()
 
 @dataclass(frozen=True)
 class HeadPartition:
-    """The heads of one layer over ranks."""
+    """The heads of one layer over ranks.
+
+    Args:
+        plan: which heads each rank has.
+        ranks: that have them.
+        optional: whether each rank may also attend with all heads and split W_O's input alone, as in Phi-3. The ranks
+            divide the heads then, so that the number of heads in a tensor tells.
+    """
 
     plan: HeadPlan
     ranks: Ranks
+    optional: bool = False
 
     @property
     def heads(self) -> Heads:
         """Of the whole layer."""
         return self.plan.heads
+
+    def is_whole(self, heads: int) -> bool:
+        """Whether a rank that attends with so many heads has all of them."""
+        return self.optional and heads == self.heads.query
 
     def gather(self, x: Tensor, dim: int = 1) -> Tensor:
         """This rank's heads in dimension `dim` -> all heads, in order, on every rank."""
@@ -47,15 +59,23 @@ class HeadPartition:
     def join(self, x: Tensor) -> Tensor:
         """W_O's input of this rank (..., heads here * width) -> of all ranks (..., heads * width)."""
         local: Tensor = x.to_local() if isinstance(x, DTensor) else x
+        if self._has_all(local):
+            return local
         return self.gather(local.unflatten(-1, (self._slots, -1)), x.dim() - 1).flatten(-2)
 
     def part(self, whole: Tensor, x: Tensor) -> Tensor:
         """What `join` made of x, or something in its place -> this rank's part."""
-        heads = whole.unflatten(-1, (self.heads.query, -1))
-        local = take_heads(heads, self.plan, self.ranks, x.dim() - 1).flatten(-2)
+        local = whole
+        if not self._has_all(x.to_local() if isinstance(x, DTensor) else x):
+            heads = whole.unflatten(-1, (self.heads.query, -1))
+            local = take_heads(heads, self.plan, self.ranks, x.dim() - 1).flatten(-2)
         if isinstance(x, DTensor):
             return DTensor.from_local(local, x.device_mesh, x.placements, shape=x.shape, stride=x.stride())
         return local
+
+    def _has_all(self, x: Tensor) -> bool:
+        """Whether a rank's input of W_O is that of all heads."""
+        return self.is_whole(x.shape[-1] // self.heads.value_dim)
 
     @property
     def _slots(self) -> int:
@@ -95,12 +115,19 @@ def find_partition(model: nn.Module, site: Site) -> HeadPartition | None:
     columns = _split(out.get_parameter("weight"), data_parallel)
     if columns is None or columns.dim != 1 - row_dim(out):
         raise unknown
-    layer = find_projections(model, site)
     width = int(out.get_parameter("weight").shape[row_dim(out)])
-    heads = Heads(width, layer.query, layer.kv, layer.value_dim)
+    query = query_heads(model, site)
+    heads = Heads(width, query, _kv_heads(model, site, query), (input_width(out) or 0) // query)
     ranks = _ranks(model, columns.mesh)
     check_divides(type(model).__name__, [heads], ranks.count)
-    return HeadPartition(HeadPlan(heads, ranks.count), ranks)
+    return HeadPartition(HeadPlan(heads, ranks.count), ranks, optional=True)
+
+
+def _kv_heads(model: nn.Module, site: Site, query: int) -> int:
+    try:
+        return find_projections(model, site).kv
+    except UnsupportedError:  # as in multi-head latent attention, where every head has keys and values of its own
+        return query
 
 
 def _split(x: Any, data_parallel: dict[int, int]) -> Split | None:

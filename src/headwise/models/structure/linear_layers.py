@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
+
+from ...errors import UnsupportedError
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 Problem = tuple[str, str]  # why the weights are not plain, and what to do about it
@@ -37,9 +41,22 @@ def weight_problem(linear: nn.Module, *, values: bool = True) -> Problem | None:
     return None
 
 
-def whole_tensor(x: Tensor) -> Tensor:
-    """A parameter, whole also where each rank has a part of it: all ranks must then call this."""
-    return x.full_tensor() if hasattr(x, "full_tensor") else x
+def whole_weight(linear: nn.Module) -> Tensor:
+    """The weight of a linear layer, whole also where it is a DTensor: all ranks must then call this.
+
+    Raises:
+        UnsupportedError: where this rank has a part of it that is no DTensor.
+    """
+    weight: Any = linear.get_parameter("weight").detach()
+    weight = weight.full_tensor() if hasattr(weight, "full_tensor") else weight
+    rows, columns = output_width(linear), getattr(linear, "in_features", getattr(linear, "nx", 0))
+    if sorted(weight.shape) != sorted((rows, columns)):
+        raise UnsupportedError(
+            f"this rank has {tuple(weight.shape)} of a {type(linear).__name__}'s weight of {(rows, columns)}; give the "
+            "model before it is split"
+        )
+    whole: Tensor = weight
+    return whole
 
 
 def wrapping_problem(module: nn.Module, *, values: bool = True) -> Problem | None:

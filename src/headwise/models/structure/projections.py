@@ -69,7 +69,7 @@ class Projections:
 def projections(model: nn.Module, site: Site) -> Projections:
     """Where a site's W_Q, W_K, W_V and W_O are; refused by name where removing a head would not be exact.
 
-    Ranks may have parts of the weights: who reads their values checks that, or takes the `whole_tensor`.
+    Ranks may have parts of the weights: who reads their values checks that, or takes the `whole_weight`.
     """
     layer = find_projections(model, site)
     _check_other_parameters(layer)

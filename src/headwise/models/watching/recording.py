@@ -147,6 +147,8 @@ class Recording:
         except UnsupportedError:
             width = query * reading.v.shape[3]
         partition = head_partition(self.model, site)
+        if partition is not None and partition.is_whole(query):
+            partition = None
         if partition is not None:
             query, kv = partition.heads.query, partition.heads.kv
         heads = Heads(width, query, kv, reading.q.shape[3], reading.v.shape[3])
