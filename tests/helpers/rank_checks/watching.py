@@ -6,6 +6,7 @@ MODELS are split in every way that is supported; each is compared with the whole
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -80,13 +81,13 @@ def embedded() -> Tensor:
     return torch.randn(2, 7, 15, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
 
-def sharded(model: Any) -> Any:
+def sharded(model: Any, mesh: DeviceMesh | None = None) -> Any:
     """The model under FSDP2, each layer on its own, as one does."""
     for module in model.modules():
         if isinstance(module, nn.ModuleList):
             for layer in module:
-                fully_shard(layer)
-    return fully_shard(model)
+                fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
 
 
 def run(model: Any, inputs: Any) -> Tensor:
@@ -94,6 +95,7 @@ def run(model: Any, inputs: Any) -> Tensor:
     return getattr(output, "logits", output)
 
 
+@functools.cache
 def split_models(folder: Path) -> dict[str, tuple[Any, Any, Any]]:
     """Models whose heads are split over the ranks: the whole model, the split one, and their input."""
     models: dict[str, tuple[Any, Any, Any]] = {}
@@ -339,14 +341,19 @@ def an_error_inside_a_watch_reaches_all_ranks(ranks: Ranks, folder: Path) -> Non
     assert len(seen.layers[0].stats.entropy) == 3, "the ranks are in step again"
 
 
+def parallelize_llama(model: Any, mesh: DeviceMesh) -> Any:
+    """A Llama whose attention PyTorch's own styles split."""
+    styles: dict[str, Any] = {f"self_attn.{name}_proj": ColwiseParallel() for name in "qkv"}
+    for layer in model.model.layers:
+        parallelize_module(layer, mesh, {**styles, "self_attn.o_proj": RowwiseParallel()})
+    return model
+
+
 @check
 def layers_that_others_split_are_seen_or_refused(ranks: Ranks, folder: Path) -> None:
     mesh = init_device_mesh("cpu", (ranks.count,))
     whole = headwise.load(folder / "llama", dtype=torch.float64)
-    styles: dict[str, Any] = {f"self_attn.{name}_proj": ColwiseParallel() for name in "qkv"}
-    split = copy.deepcopy(whole)
-    for layer in split.model.layers:
-        parallelize_module(layer, mesh, {**styles, "self_attn.o_proj": RowwiseParallel()})
+    split = parallelize_llama(copy.deepcopy(whole), mesh)
     records = []
     for model in (split, whole):
         options: dict[str, Any] = {"outputs": True, "links": 2}
@@ -370,17 +377,19 @@ def heads_are_watched_under_fsdp_around_split_heads(ranks: Ranks, folder: Path) 
     if ranks.count < 4:
         return
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    whole = decoder(8, 4)
-    split = scale.split_heads(copy.deepcopy(whole), mesh["tp"])
-    for block in split.blocks:
-        fully_shard(block, mesh=mesh["dp"])
-    fully_shard(split, mesh=mesh["dp"])
     own = IDS if mesh["dp"].get_local_rank() == 0 else IDS.flip(1)
-    with torch.no_grad(), headwise.watch(split, outputs=True, links=2) as got:
-        run(split, own)
-    with torch.no_grad(), headwise.watch(whole, outputs=True, links=2) as want:
-        run(whole, own)
-    check_same_records(got, want, "FSDP around split heads")
+    own_whole, llama = decoder(5, 5), headwise.load(folder / "llama", dtype=torch.float64)
+    own_split = scale.split_heads(copy.deepcopy(own_whole), mesh["tp"])
+    pairs = ((own_split, own_whole), (parallelize_llama(copy.deepcopy(llama), mesh["tp"]), llama))
+    for split, whole in pairs:
+        records = []
+        for model in (sharded(split, mesh["dp"]), whole):
+            with torch.no_grad(), headwise.watch(model, outputs=True, links=2) as seen:
+                run(model, own)
+            with torch.no_grad(), headwise.mask_heads(model, {1: [0, 3]}, "mean"):
+                run(model, own)
+            records.append(seen)
+        check_same_records(records[0], records[1], "FSDP around split heads")
 
 
 @check
