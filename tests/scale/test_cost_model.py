@@ -13,7 +13,7 @@ from headwise import UnsupportedError
 from headwise.card import read
 from headwise.cli import main
 from headwise.scale.cost_model import NVLINK, Cost, costs, crossings, format_bytes
-from headwise.scale.head_plan import HeadPlan
+from headwise.scale.head_plan import HeadPlan, all_reduce_bytes
 from headwise.scale.sequence_plan import SequencePlan
 from helpers.tools import load_tool
 
@@ -34,7 +34,9 @@ def test_the_tables_of_the_page_are_up_to_date() -> None:
 def test_costs_send_the_bytes_of_the_plans() -> None:
     ways, layer = by_way("llama2-70b", 16, 4096, 3), read("llama2-70b").attention.layers[0]
     plan = HeadPlan(layer.heads, 16)
-    assert ways["heads"].forward == 2 * plan.bytes_sent(3, 4096, 2)
+    activations = all_reduce_bytes(3 * 4096 * 8192 * 2, 16)  # after W_O, and after the feed-forward layer
+    weights = plan.kv_rows.sent_count(0) * 2 * 8192 * 2  # of W_K and W_V: a rank stores half a KV head
+    assert ways["heads"].forward == plan.bytes_sent(3, 4096, 2, bias=False) + activations == 2 * activations + weights
     assert ways["heads"].note == "KV heads on several ranks"
     long = SequencePlan(4096, 16, right=0)
     assert ways["sequence"].forward == max(long.tokens_sent(rank) for rank in range(16)) * 3 * 8 * 256 * 2

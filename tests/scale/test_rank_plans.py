@@ -28,7 +28,6 @@ COUNTS = st.builds(
 def test_every_head_is_on_a_rank_with_its_kv_head(made: HeadPlan) -> None:
     heads = made.heads
     assert [h for share in made.shares for h in share.query] == list(range(heads.query))
-    assert [kv for share in made.shares for kv in share.owned] == list(range(heads.kv))
     most = -(-heads.query // made.ranks)
     assert max(len(share.query) for share in made.shares) == most
     for share in made.shares:
@@ -41,12 +40,20 @@ def test_every_head_is_on_a_rank_with_its_kv_head(made: HeadPlan) -> None:
 
 
 @given(COUNTS)
-def test_a_kv_head_is_owned_by_the_first_rank_that_holds_it(made: HeadPlan) -> None:
-    for kv, ranks in enumerate(made.copies):
-        owners = [rank for rank, share in enumerate(made.shares) if kv in share.owned]
-        assert owners == [ranks[0]]
-    if made.even:
-        assert all(len(ranks) == 1 for ranks in made.copies)
+def test_every_row_that_a_rank_needs_is_stored_there_or_sent_to_it(made: HeadPlan) -> None:
+    for rows in (made.query_rows, made.kv_rows):
+        if not rows.replicated:
+            assert [row for chunk in rows.chunks for row in chunk] == list(range(rows.count))
+            assert all(rows.chunks)
+        for rank, needed in enumerate(rows.needed):
+            received = rows.received(rank)
+            assert all(received[peer] == rows.sent(peer)[rank] for peer in received)
+            assert rank not in received
+            parts = sorted([*received.values(), rows.own(rank)], key=lambda part: part.start)
+            assert [row for part in parts for row in part] == list(needed)
+            assert all(row in rows.chunks[peer] for peer, part in received.items() for row in part)
+        if made.even:
+            assert rows.local and rows.sent_count(0) == rows.received_count(0) == 0
 
 
 def test_whole_groups_where_they_cost_nothing() -> None:

@@ -109,7 +109,7 @@ def describe_tensor(x: Tensor) -> str:
     text = f"{str(x.dtype).removeprefix('torch.')} {shown(x.shape)}"
     if x.is_floating_point() or x.is_complex() or x.is_meta:
         return text
-    return f"{text} {hashlib.sha256(x.detach().cpu().contiguous().numpy().tobytes()).hexdigest()[:8]}"
+    return f"{text} {short_digest(x.detach().cpu().contiguous().numpy().tobytes())}"
 
 
 def sketch(x: Tensor) -> list[float]:
@@ -140,28 +140,61 @@ def _close(a: tuple[float, ...], b: tuple[float, ...], dtype: torch.dtype) -> bo
     return all(abs(x - y) <= bound * max(a[0], b[0]) for x, y in zip(a, b, strict=True))
 
 
+def describe_random_state(device: torch.device) -> str:
+    """A digest of the state of the random numbers of a device."""
+    state = torch.cuda.get_rng_state() if device.type == "cuda" else torch.get_rng_state()
+    return f"random state {short_digest(state.numpy().tobytes())}"
+
+
+def short_digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:8]
+
+
 def describe_arguments(x: Any) -> str:
-    """The arguments of a call as text: dtypes and shapes of tensors, plain values, and the length of a cache."""
+    """The arguments of a call as text: dtypes and shapes of tensors, plain values, and the length of a cache.
+
+    While a call is compiled, its tensors and numbers are left to the operator that compares them at run time.
+    """
     if isinstance(x, Tensor):
-        return describe_tensor(x) + (" with gradient" if torch.is_grad_enabled() and x.requires_grad else "")
+        text = "tensor" if torch.compiler.is_compiling() else describe_tensor(x)
+        return text + (" with gradient" if torch.is_grad_enabled() and x.requires_grad else "")
     if isinstance(x, list | tuple):
         return ", ".join(describe_arguments(y) for y in x)
     if isinstance(x, dict):
         pairs = sorted(x.items(), key=lambda pair: str(pair[0]))
         return ", ".join(f"{key} {describe_arguments(value)}" for key, value in pairs)
+    if torch.compiler.is_compiling() and is_number(x):
+        return "number"
     if isinstance(x, bool | int | float | str | None):
         return str(x)
     length = getattr(x, "length", None)  # of a KVCache
     return type(x).__name__ + (f" of {describe_arguments(length)}" if isinstance(length, int | Tensor) else "")
 
 
-def floating_tensors(x: Any, name: str = "") -> dict[str, Tensor]:
+def floating_tensors(x: Any) -> dict[str, Tensor]:
     """Every floating-point tensor in the arguments of a call, by name or position."""
+    return {name: x for name, x in all_tensors(x).items() if x.is_floating_point() and not x.is_meta}
+
+
+def all_tensors(x: Any, name: str = "") -> dict[str, Tensor]:
+    """Every tensor in the arguments of a call, by name or position."""
     if isinstance(x, Tensor):
-        return {name: x} if x.is_floating_point() and not x.is_meta else {}
+        return {name: x}
     pairs = x.items() if isinstance(x, dict) else enumerate(x) if isinstance(x, list | tuple) else ()
     tensors: dict[str, Tensor] = {}
     for key, value in pairs:
         path = f"{name}.{key}" if name else f"input {key}" if isinstance(key, int) else str(key)
-        tensors |= floating_tensors(value, path)
+        tensors |= all_tensors(value, path)
     return tensors
+
+
+def plain_numbers(x: Any) -> list[float]:
+    """Every number in the arguments of a call, tensors aside."""
+    if is_number(x):
+        return [float(x)]
+    values = x.values() if isinstance(x, dict) else x if isinstance(x, list | tuple) else ()
+    return [number for value in values for number in plain_numbers(value)]
+
+
+def is_number(x: Any) -> bool:
+    return isinstance(x, int | float) and not isinstance(x, bool)

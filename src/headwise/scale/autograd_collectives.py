@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import collective_operators
 from .ranks import Ranks
 
 
@@ -18,18 +19,24 @@ class _CopyToRanks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        activity = "a sum of gradients"
+        if torch.compiler.is_compiling():
+            return collective_operators.all_reduce(grad, ctx.ranks.key, activity), None
         grad = grad.clone(memory_format=torch.contiguous_format)  # autograd may use its own again
-        ctx.ranks.all_reduce(grad, "a sum of gradients")
+        ctx.ranks.all_reduce(grad, activity)
         return grad, None
 
 
 class _SumOverRanks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:
+        activity = "the sum of the ranks' outputs"
+        if torch.compiler.is_compiling():
+            return collective_operators.all_reduce(x, ranks.key, activity)
         total = x.contiguous()
         if total is x:
             ctx.mark_dirty(x)
-        ranks.all_reduce(total, "the sum of the ranks' outputs")
+        ranks.all_reduce(total, activity)
         return total
 
     @staticmethod

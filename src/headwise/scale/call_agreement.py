@@ -11,7 +11,15 @@ from torch import nn
 
 from ..attention.nn.module import MultiHeadAttention
 from ..errors import RankError
-from .agreement import describe_arguments, floating_tensors
+from . import collective_operators
+from .agreement import (
+    all_tensors,
+    describe_arguments,
+    describe_random_state,
+    floating_tensors,
+    plain_numbers,
+    short_digest,
+)
 from .ranks import Ranks
 
 SHAPES = "shapes"  # a weaker check: of everything but floating-point values
@@ -35,13 +43,23 @@ class CallAgreement:
 
     def agree_on_inputs(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Agree about the arguments."""
-        if self.checked:
-            values = {} if self.checked == SHAPES else floating_tensors(list(args)) | floating_tensors(kwargs)
-            parts = [describe_arguments(list(args)), describe_arguments(kwargs), self._describe_state(module)]
-            self.ranks.agree(f"the inputs of {type(module).__name__}", ", ".join(filter(None, parts)), values=values)
+        if not self.checked:
+            return
+        parts = [describe_arguments(list(args)), describe_arguments(kwargs), self._describe_state(module)]
+        text, activity = ", ".join(filter(None, parts)), f"the inputs of {type(module).__name__}"
+        if torch.compiler.is_compiling():
+            tensors = [*all_tensors(list(args)).values(), *all_tensors(kwargs).values()]
+            numbers = [*plain_numbers(list(args)), *plain_numbers(kwargs), *self._dropout_rates()]
+            compare_values, random = self.checked != SHAPES, any(self._dropout_rates())
+            collective_operators.agree(tensors, numbers, self.ranks.key, activity, text, compare_values, random)
+            return
+        values = {} if self.checked == SHAPES else floating_tensors(list(args)) | floating_tensors(kwargs)
+        self.ranks.agree(activity, text, values=values)
 
     def report_failure(self, module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
         """Tell the other ranks where the call failed on this one."""
+        if torch.compiler.is_compiling():
+            return
         error = sys.exc_info()[1]
         if result is None and isinstance(error, Exception) and not isinstance(error, RankError):
             self.ranks.report_failure(self.activity, error)
@@ -49,25 +67,28 @@ class CallAgreement:
     def _describe_state(self, module: nn.Module) -> str:
         """What a call depends on beside its arguments: dropout, which parameters are trained, and the precision."""
         parts = ["training" if module.training else "not training"]
-        rates = [_dropout_rate(part) if part.training else 0.0 for part in self.dropouts]
-        if any(rates):  # outside attention all ranks must draw the same numbers
-            state = torch.cuda.get_rng_state() if self.ranks.device.type == "cuda" else torch.get_rng_state()
-            digest = _short_digest(state.numpy().tobytes())
-            parts.append(f"dropout {_short_digest(repr(rates).encode())}, random state {digest}")
+        rates = self._dropout_rates()
+        if any(rates) and not torch.compiler.is_compiling():  # outside attention all ranks must draw the same numbers
+            parts.append(f"dropout {_abbreviate(rates)}, {describe_random_state(self.ranks.device)}")
         if torch.is_grad_enabled():
             trainable = [x.requires_grad for x in module.parameters()]
-            parts.append(f"{sum(trainable)} of {len(trainable)} parameters trained, {_short_digest(bytes(trainable))}")
+            parts.append(f"{sum(trainable)} of {len(trainable)} parameters trained, {_abbreviate(trainable)}")
         if torch.is_autocast_enabled(self.ranks.device.type):
             parts.append(f"autocast {torch.get_autocast_dtype(self.ranks.device.type)}")
         return ", ".join(parts)
+
+    def _dropout_rates(self) -> list[float]:
+        return [_dropout_rate(part) if part.training else 0.0 for part in self.dropouts]
 
 
 def _dropout_rate(part: Any) -> float:
     return float(part.p if isinstance(part, nn.Dropout) else part.dropout)
 
 
-def _short_digest(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()[:8]
+def _abbreviate(numbers: list[Any]) -> str:
+    """A digest of some numbers; while a call is compiled the numbers themselves, since a compiler traces no digest."""
+    text = ",".join(str(x) for x in numbers)
+    return text if torch.compiler.is_compiling() else short_digest(text.encode())
 
 
 def describe_module(module: nn.Module) -> str:

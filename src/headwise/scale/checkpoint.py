@@ -1,10 +1,12 @@
-"""Checkpoints of split modules by torch.distributed.checkpoint: written and read by any number of ranks.
+"""Checkpoints of modules and optimizers by torch.distributed.checkpoint: written and read by any number of ranks.
 
-The files are safetensors, each shard with its offset in the whole in its header; nothing is pickled.
+The files are safetensors, each shard with its offset in the whole in its header, and JSON for an optimizer's settings;
+nothing is pickled.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import warnings
 from collections.abc import Iterator
@@ -14,34 +16,26 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.optim import Optimizer
 
 from ..errors import CheckpointError, UnsupportedError
-from .parallel_linear import ParameterPart, parameter_parts
+from ..files import write_atomically
 from .ranks import ranks_of
 
-
-def sharded_state(module: nn.Module, owned: bool = False) -> dict[str, Any]:
-    """A module's state dict for torch.distributed.checkpoint: every shard knows its offset in the whole.
-
-    Args:
-        module: split or whole.
-        owned: leave out the copies of KV heads that another rank writes. A parameter of which then nothing is left on
-            this rank is absent.
-    """
-    parts = parameter_parts(module)
-    shards = {name: _shard(x, parts.get(name), owned) for name, x in module.state_dict().items()}
-    return {name: x for name, x in shards.items() if x is not None}
+OPTIMIZER = "optimizer."  # before the names of an optimizer's tensors
+SETTINGS = "optimizer.json"  # file of the settings of an optimizer's groups of parameters
 
 
-def save_state(module: nn.Module, path: str | os.PathLike[str]) -> None:
+def save_state(module: nn.Module, path: str | os.PathLike[str], *, optimizer: Optimizer | None = None) -> None:
     """Write a module's parameters into a directory, each rank its own part. All ranks must call it.
 
     Args:
-        module: split by `split_heads`, or whole.
+        module: split by `split_heads`, sharded by FSDP2, both, or whole.
         path: of a directory that is empty or does not exist, and that all ranks share.
+        optimizer: of the module's parameters, whose state is written too.
 
     Raises:
         CheckpointError: on all ranks, where the directory is not empty or cannot be written.
@@ -64,23 +58,29 @@ def save_state(module: nn.Module, path: str | os.PathLike[str]) -> None:
 
     ranks.agree("where to save", make_directory)
     writer = writer_class(str(target), save_distributed=True)
+    state, settings = _state_of(module, optimizer)
     with _checkpoint_errors("written", path):
-        dcp.save(sharded_state(module, owned=True), storage_writer=writer, no_dist=ranks.count == 1)
+        dcp.save(state, storage_writer=writer, no_dist=ranks.count == 1)
+    if optimizer is not None and ranks.first:
+        with write_atomically(target / SETTINGS, CheckpointError) as file:
+            file.write_text(json.dumps(settings, indent=1), encoding="utf-8")
+    ranks.barrier("the end of saving")
 
 
-def load_state(module: nn.Module, path: str | os.PathLike[str]) -> None:
+def load_state(module: nn.Module, path: str | os.PathLike[str], *, optimizer: Optimizer | None = None) -> None:
     """Read a checkpoint of `save_state`, written by any number of ranks, into a module of the same shape, in place.
 
     Args:
-        module: split by `split_heads` over the ranks there are now, or whole.
+        module: split by `split_heads` over the ranks there are now, sharded by FSDP2, both, or whole.
         path: of the directory.
+        optimizer: of the module's parameters, whose state is read too.
 
     Raises:
         CheckpointError: on all ranks, where the checkpoint is of another module or cannot be read.
     """
     reader_class = _storage_class("HuggingFaceStorageReader")
     ranks, source = ranks_of(), Path(path)
-    state = sharded_state(module)
+    state, _ = _state_of(module, optimizer)
 
     def check_contents() -> str:
         if not any(source.glob("*.safetensors")):
@@ -99,6 +99,32 @@ def load_state(module: nn.Module, path: str | os.PathLike[str]) -> None:
     ranks.agree("what to load", check_contents)
     with _checkpoint_errors("read", path):
         dcp.load(state, storage_reader=reader_class(str(source)), no_dist=ranks.count == 1)
+    if optimizer is not None:
+        _set_optimizer_state(module, optimizer, state, json.loads((source / SETTINGS).read_text(encoding="utf-8")))
+
+
+def _state_of(module: nn.Module, optimizer: Optimizer | None) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The tensors of a module and its optimizer by name, and the settings of the optimizer's groups of parameters."""
+    state = dict(module.state_dict())
+    if optimizer is None:
+        return state, []
+    optimizer_state: Any = get_optimizer_state_dict(module, optimizer)
+    for parameter, values in optimizer_state["state"].items():
+        state |= {f"{OPTIMIZER}{parameter}.{name}": torch.as_tensor(x) for name, x in values.items()}
+    return state, optimizer_state["param_groups"]
+
+
+def _set_optimizer_state(
+    module: nn.Module, optimizer: Optimizer, state: dict[str, Any], settings: list[dict[str, Any]]
+) -> None:
+    by_parameter: dict[str, dict[str, Any]] = {}
+    for path, x in state.items():
+        if path.startswith(OPTIMIZER):
+            parameter, name = path.removeprefix(OPTIMIZER).rsplit(".", 1)
+            by_parameter.setdefault(parameter, {})[name] = x
+    groups = [{name: tuple(x) if name == "betas" else x for name, x in group.items()} for group in settings]
+    new_state: Any = {"state": by_parameter, "param_groups": groups}
+    set_optimizer_state_dict(module, optimizer, new_state)
 
 
 def _storage_class(name: str) -> Any:
@@ -121,21 +147,3 @@ def _checkpoint_errors(action: str, path: Any) -> Iterator[None]:
     except CheckpointException as error:
         rank, (reason, *_) = next(iter(error.failures.items()))
         raise CheckpointError(f"{str(path)!r} cannot be {action}: rank {rank} has {reason}") from error
-
-
-def _shard(x: Tensor, part: ParameterPart | None, owned: bool) -> Any:
-    """A split parameter as a DTensor with its offset in the whole; None where nothing of it is left to write."""
-    if part is None or part.even or isinstance(x, DTensor):
-        return x
-    from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
-
-    indices = part.owned if owned else part.local
-    if not indices:
-        return None
-    local = x.detach().narrow(part.dim, indices.start - part.local.start, len(indices))
-    offset = [0] * len(part.shape)
-    offset[part.dim] = indices.start
-    shards = LocalShardsWrapper([local], [tuple(offset)])
-    strides = torch.empty(part.shape, device="meta").stride()
-    shape = torch.Size(part.shape)
-    return DTensor.from_local(shards, part.mesh, [Shard(part.dim)], run_check=False, shape=shape, stride=strides)

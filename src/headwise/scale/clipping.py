@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from ..errors import HeadwiseError, UnsupportedError
-from .gradients import norm_over_ranks, owned_part, sum_of_powers
-from .parallel_linear import local_tensor, parameter_parts
-from .ranks import ranks_of
+from .ranks import Ranks, ranks_of
 
 
 def clip_grad_norm_(
@@ -23,9 +24,11 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     timeout: float | None = None,
 ) -> Tensor:
-    """torch.nn.utils.clip_grad_norm_ for a module that `split_heads` split, in one all-reduce. All ranks must call it.
+    """torch.nn.utils.clip_grad_norm_ for a module that `split_heads` split. All ranks must call it.
 
-    The norm is that of the unsplit module's gradients: every parameter of the whole module counts once.
+    The norm is that of the unsplit module's gradients. It is PyTorch's own, which suffices where all parameters are
+    DTensors on one mesh; here plain tensors beside them, which must be the same on all ranks, count too, and ranks that
+    disagree get an error.
 
     Args:
         module: wholly split, or with split submodules.
@@ -43,13 +46,11 @@ def clip_grad_norm_(
         >>> optimizer.step()
     """
     if not isinstance(module, nn.Module):
-        raise UnsupportedError(
-            f"scale.clip_grad_norm_ takes the split module, which knows its parts, got a {type(module).__name__}"
-        )
+        raise UnsupportedError(f"scale.clip_grad_norm_ takes the split module, got a {type(module).__name__}")
     if not (norm_type > 0 and max_norm >= 0):
         raise HeadwiseError(f"max_norm must be at least 0 and norm_type above 0, got {max_norm!r} and {norm_type!r}")
-    parts = parameter_parts(module)
-    mesh = next((part.mesh for part in parts.values()), None)
+    groups = (getattr(part, "ranks", None) for part in module.modules())
+    mesh = next((group.mesh for group in groups if isinstance(group, Ranks)), None)
     ranks = ranks_of(mesh, timeout)
     gradients = {name: x.grad for name, x in module.named_parameters() if x.grad is not None}
     digest = hashlib.sha256("\n".join(gradients).encode()).hexdigest()[:8]
@@ -57,23 +58,19 @@ def clip_grad_norm_(
         "the gradients to clip",
         f"{len(gradients)} gradients, digest {digest}, max_norm {max_norm:g}, norm_type {norm_type:g}",
     )
-    split_gradients, replicated_gradients = list[Tensor](), list[Tensor]()
-    for name, x in gradients.items():
-        if name in parts:
-            split_gradients.append(owned_part(local_tensor(x), parts[name]))
-        elif isinstance(x, DTensor):  # sharded by another library; DTensor computes its norm
-            replicated_gradients.append(torch.linalg.vector_norm(x, norm_type).full_tensor().as_subclass(Tensor)[None])
-        else:
-            replicated_gradients.append(x)
-    own_gradients = [*split_gradients, *(replicated_gradients if ranks.first else [])]
-    total = norm_over_ranks(sum_of_powers(own_gradients, norm_type, ranks.device), norm_type, ranks)
+    by_mesh: dict[Any, list[nn.Parameter]] = {}  # PyTorch combines the norms of DTensors on one mesh
+    for parameter in module.parameters():
+        if parameter.grad is not None:
+            place = parameter.grad.device_mesh if isinstance(parameter.grad, DTensor) else None
+            by_mesh.setdefault(place, []).append(parameter)
+    norms = [get_total_norm([x.grad for x in parameters], norm_type) for parameters in by_mesh.values()]  # type: ignore[misc]
+    whole_norms = [torch.zeros(()), *(x.full_tensor() if isinstance(x, DTensor) else x for x in norms)]
+    dtype = functools.reduce(torch.promote_types, [x.dtype for x in whole_norms])
+    total = torch.linalg.vector_norm(torch.stack([x.to(ranks.device, dtype) for x in whole_norms]), norm_type)
     if error_if_nonfinite and not math.isfinite(float(total)):
         raise HeadwiseError(
             f"the gradients' norm is {float(total)}, so they cannot be clipped by it; look for what is not finite"
         )
-    factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-    with torch.no_grad():
-        for x in gradients.values():
-            local = local_tensor(x)
-            local.mul_(factor.to(local))
+    for parameters in by_mesh.values():
+        clip_grads_with_norm_(parameters, max_norm, total)
     return total

@@ -90,25 +90,28 @@ def costs(card: Card, ranks: int, tokens: int, batch: int = 1, dtype: str = "bf1
 
 
 def _tensor_parallel(work: _Workload) -> Cost:
-    """Heads and the feed-forward layer's inner width over ranks: two all-reduces per pass."""
+    """Heads and the feed-forward layer's inner width over ranks: two all-reduces per pass; and rows of weights
+    where the ranks do not divide the heads."""
     layer, plan = work.layer, HeadPlan(work.layer.heads, work.ranks)
     query_heads = max(len(share.query) for share in plan.shares)
     kv_heads = max(len(share.kv) for share in plan.shares)
     width = layer.width * (layer.dim + layer.value_dim)  # parameters of W_Q and W_O, or W_K and W_V, per head
     rest = work.weights - width * (layer.query + layer.kv)
-    weights = width * (query_heads + kv_heads) + -(-rest // work.ranks)
-    all_reduce = plan.bytes_sent(work.batch, work.tokens, work.size)
-    forward = 2 * all_reduce  # after W_O, and after the feed-forward layer
+    used_weights = width * (query_heads + kv_heads) + -(-rest // work.ranks)
+    all_reduce = all_reduce_bytes(work.batch * work.tokens * layer.width * work.size, work.ranks)
+    # after W_O, and after the feed-forward layer
+    forward = plan.bytes_sent(work.batch, work.tokens, work.size, bias=False) + all_reduce
     backward = all_reduce + max(
         plan.bytes_sent_backward(rank, work.batch, work.tokens, work.size, bias=False) for rank in range(work.ranks)
     )
-    flops = int(work.linear_flops / work.weights * weights + work.attention_flops * query_heads / layer.query)
+    flops = int(work.linear_flops / work.weights * used_weights + work.attention_flops * query_heads / layer.query)
     note = ""
     if work.ranks > layer.query:
         note = f"{work.ranks - layer.query} ranks have no head"
     elif any(len(holders) > 1 for holders in plan.copies):
         note = "KV heads on several ranks"
-    return Cost("heads", work.ranks, forward, forward + backward, flops, weights * work.size, note)
+    weight_bytes = -(-work.weights // work.ranks) * work.size
+    return Cost("heads", work.ranks, forward, forward + backward, flops, weight_bytes, note)
 
 
 def _context_parallel(work: _Workload) -> Cost:

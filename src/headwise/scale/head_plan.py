@@ -9,19 +9,19 @@ from typing import Any
 
 from ..errors import RankError, ShapeError
 from ..heads import Heads
+from .row_plan import RowPlan
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
     """The heads of one attention layer on one rank.
 
-    Its query heads and the KV heads they read are ranges. A KV head that the query heads of several ranks read is held
-    by all of them, and owned by the first of them, which writes it to checkpoints.
+    Its query heads and the KV heads they read are ranges. A KV head that the query heads of several ranks read is in
+    the shares of all of them.
     """
 
     query: range
     kv: range
-    owned: range
     slots: tuple[int, ...]  # the KV heads as attention uses them: each once, or repeated where a group was cut
 
     @property
@@ -34,7 +34,7 @@ class Share:
         return Heads(heads.width, max(1, len(self.query)), max(1, len(self.slots)), heads.dim, heads.value_dim)
 
     def to_json(self) -> dict[str, Any]:
-        return {"query": list(self.query), "kv": list(self.kv), "owned": list(self.owned), "slots": list(self.slots)}
+        return {"query": list(self.query), "kv": list(self.kv), "slots": list(self.slots)}
 
 
 @dataclass(frozen=True)
@@ -60,9 +60,7 @@ class HeadPlan:
         for rank in range(self.ranks):
             query = range(first, first + counts[rank])
             first = query.stop
-            kv = self._kv_of(query)
-            owned_before = self._kv_of(range(query.start)).stop
-            shares.append(Share(query, kv, range(max(kv.start, owned_before), kv.stop), self._slots(query)))
+            shares.append(Share(query, self._kv_of(query), self._slots(query)))
         return tuple(shares)
 
     def _query_counts(self) -> list[int]:
@@ -87,31 +85,67 @@ class HeadPlan:
 
     @property
     def even(self) -> bool:
-        """Whether all ranks hold the same number of query heads, and every KV head is on one rank."""
+        """Whether every rank stores the rows of its own heads, so that no rows are sent."""
         return self.heads.query % self.ranks == 0 and self.heads.kv % self.ranks == 0
 
     @cached_property
     def copies(self) -> tuple[tuple[int, ...], ...]:
-        """For each KV head, the ranks that hold it: several where their query heads share it."""
-        holders: list[list[int]] = [[] for _ in range(self.heads.kv)]
+        """For each KV head, the ranks that compute it: several where their query heads share it."""
+        readers: list[list[int]] = [[] for _ in range(self.heads.kv)]
         for rank, share in enumerate(self.shares):
             for kv in share.kv:
-                holders[kv].append(rank)
-        return tuple(map(tuple, holders))
+                readers[kv].append(rank)
+        return tuple(map(tuple, readers))
 
-    def bytes_sent(self, batch: int, tokens: int, size: int = 4) -> int:
-        """Bytes that a rank sends in a forward pass: one all-reduce, after W_O. size: bytes per number."""
+    @cached_property
+    def query_rows(self) -> RowPlan:
+        """The rows of W_Q, and the columns of W_O."""
+        return self._rows(self.heads.query, tuple(share.query for share in self.shares))
+
+    @cached_property
+    def kv_rows(self) -> RowPlan:
+        """The rows of W_K and W_V."""
+        return self._rows(self.heads.kv, tuple(share.kv for share in self.shares))
+
+    def _rows(self, count: int, heads: tuple[range, ...]) -> RowPlan:
+        dim = self.heads.dim
+        return RowPlan(count * dim, tuple(range(x.start * dim, x.stop * dim) for x in heads))
+
+    def bytes_sent(self, batch: int, tokens: int, size: int = 4, *, rank: int | None = None, bias: bool = True) -> int:
+        """Bytes that a rank sends in a forward pass of self-attention: one all-reduce, after W_O, and the rows of
+        weights that other ranks store their heads without.
+
+        Args:
+            batch, tokens: of the input.
+            size: bytes per number.
+            rank: the one that sends most by default.
+            bias: whether W_Q, W_K and W_V have biases.
+        """
+        if rank is None:
+            return max(self.bytes_sent(batch, tokens, size, rank=each, bias=bias) for each in range(self.ranks))
+        weights = sum(rows.sent_count(rank) * sum(widths) for rows, widths in self._parameters(bias))
+        return self._all_reduce(batch, tokens, size) + weights * size
+
+    def bytes_sent_backward(
+        self, rank: int, batch: int, tokens: int, size: int = 4, bias: bool = True, sinks: bool = False
+    ) -> int:
+        """Bytes that a rank sends in a backward pass: one all-reduce at the layer's input, the gradients of rows that
+        it fetched, and all-reduces of parameters that every rank stores."""
+        total = self._all_reduce(batch, tokens, size)
+        for rows, widths in self._parameters(bias):
+            total += rows.received_count(rank) * sum(widths) * size
+            if rows.replicated:
+                total += sum(all_reduce_bytes(rows.count * width * size, self.ranks) for width in widths)
+        return total + (all_reduce_bytes(self.heads.query * size, self.ranks) if sinks else 0)
+
+    def _all_reduce(self, batch: int, tokens: int, size: int) -> int:
         return all_reduce_bytes(batch * tokens * self.heads.width * size, self.ranks)
 
-    def bytes_sent_backward(self, rank: int, batch: int, tokens: int, size: int = 4, bias: bool = True) -> int:
-        """Bytes that a rank sends in a backward pass: one all-reduce at the layer's input, and one per KV head that
-        other ranks hold too."""
-        heads = self.heads
-        gradients = [dim * heads.width for dim in (heads.dim, heads.value_dim)]
-        gradients += [heads.dim, heads.value_dim] if bias else []
-        holders = [len(self.copies[kv]) for kv in self.shares[rank].kv]
-        copies = sum(all_reduce_bytes(count * size, ranks) for ranks in holders for count in gradients)
-        return self.bytes_sent(batch, tokens, size) + copies
+    def _parameters(self, bias: bool) -> list[tuple[RowPlan, list[int]]]:
+        """W_Q, W_K, W_V and W_O: their rows, and the numbers in a row of each of their parameters."""
+        width, bias_width = self.heads.width, [1] if bias else []
+        projections = [(rows, [width, *bias_width]) for rows in (self.query_rows, self.kv_rows, self.kv_rows)]
+        return [*projections, (self.query_rows, [width])]
 
     def to_json(self) -> dict[str, Any]:
         return {

@@ -1,58 +1,24 @@
 """Linear layers split over ranks: by output (column parallel, no communication) or by input (row parallel, one sum).
 
-A linear layer's weight is (out, in), so a column-parallel layer holds some rows of the weight, a row-parallel layer
-some columns. The names are those of PyTorch's ColwiseParallel and RowwiseParallel.
+A linear layer's weight is (out, in), so a column-parallel layer stores some rows of the weight, a row-parallel layer
+some columns. Parameters are DTensors, placed as PyTorch's ColwiseParallel and RowwiseParallel place them; where heads
+are not what a rank stores, the layer fetches the rows of its heads.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ParallelStyle
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from .autograd_collectives import sum_over_ranks
 from .class_replacement import replace_class
-from .gradients import mark_partial_gradients
 from .ranks import Ranks
-
-
-@dataclass(frozen=True)
-class ParameterPart:
-    """Which part of a whole parameter is on this rank, along one dimension."""
-
-    dim: int
-    shape: tuple[int, ...]  # of the whole parameter
-    local: range  # the indices on this rank
-    owned: range  # those that this rank writes to a checkpoint; fewer where an earlier rank has the same
-    even: bool  # all ranks have equal, disjoint parts: a DTensor can represent it
-    mesh: DeviceMesh | None = None
-    mixed: bool = False  # some other parameter of the split module is a DTensor
-
-    def select(self, whole: Tensor) -> Tensor:
-        """This rank's part of the whole."""
-        return whole.narrow(self.dim, self.local.start, len(self.local))
-
-
-class SplitModule(nn.Module):
-    """Mixin of a module of whose own parameters this rank holds parts."""
-
-    ranks: Ranks
-    own_parts: dict[str, ParameterPart]  # by the name of the parameter
-
-    def mark_own_gradients(self) -> None:
-        """Mark the gradients of this module's split parameters as partial.
-
-        Called before each use, since moving a module to another device can make new parameters.
-        """
-        if torch.is_grad_enabled():
-            for name, part in self.own_parts.items():
-                mark_partial_gradients(self._parameters[name], part, self.ranks)
+from .row_exchange import RowExchange, fetch_rows
+from .row_plan import RowPlan
 
 
 def local_tensor(x: Any) -> Any:
@@ -60,83 +26,44 @@ def local_tensor(x: Any) -> Any:
     return x.to_local() if isinstance(x, DTensor) else x
 
 
-def parameter_parts(module: nn.Module) -> dict[str, ParameterPart]:
-    """The split parameters of a module and its submodules, by their full names."""
-    return {
-        f"{path}.{name}" if path else name: part
-        for path, submodule in module.named_modules(remove_duplicate=False)
-        if isinstance(submodule, SplitModule)
-        for name, part in submodule.own_parts.items()
-    }
+def distribute_parameter(module: nn.Module, name: str, ranks: Ranks, dim: int | None = None) -> None:
+    """Replace a parameter, which is the same on all ranks, by a DTensor.
+
+    Args:
+        module: that holds it.
+        name: of the parameter.
+        ranks: over which it is distributed.
+        dim: along which it is split; None: all ranks store all of it.
+    """
+    whole = module._parameters[name]
+    assert whole is not None and ranks.mesh is not None
+    placement = Replicate() if dim is None else Shard(dim)
+    parts = distribute_tensor(whole.detach(), ranks.mesh, [placement], src_data_rank=None)
+    module._parameters[name] = nn.Parameter(parts, requires_grad=whole.requires_grad)
 
 
-def mark_mixed(module: nn.Module) -> None:
-    """Note on every part whether the module has DTensors too, whose norms PyTorch does not combine with others."""
-    if any(part.even for part in parameter_parts(module).values()):
-        for submodule in module.modules():
-            if isinstance(submodule, SplitModule):
-                submodule.own_parts = {name: replace(part, mixed=True) for name, part in submodule.own_parts.items()}
-
-
-def split_parameter(module: SplitModule, name: str, part: ParameterPart) -> None:
-    """Replace a parameter by this rank's part of it: a DTensor where the parts are even, else a plain tensor."""
-    whole, mesh = module._parameters[name], module.ranks.mesh
-    assert whole is not None
-    if part.even:
-        assert mesh is not None
-        local: Tensor = distribute_tensor(whole.detach(), mesh, [Shard(part.dim)], src_data_rank=None)
-    else:
-        local = part.select(whole.detach()).clone()
-    module._parameters[name] = nn.Parameter(local, requires_grad=whole.requires_grad)
-    module.own_parts[name] = replace(part, mesh=mesh)
-
-
-class _SharedRows(torch.autograd.Function):
-    """Rows of which other ranks hold some too: unchanged in forward, gradients summed over the holders in backward."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, shared: Any, ranks: Ranks) -> Tensor:
-        ctx.shared, ctx.ranks = shared, ranks
-        return rows.view_as(rows)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        grad = grad.clone(memory_format=torch.contiguous_format)
-        for start, stop, group in ctx.shared:  # in the order of the heads, which is the same on all ranks
-            ctx.ranks.all_reduce(grad[start:stop], "a sum of gradients of KV heads", group)
-        return grad, None, None
-
-
-class ColumnParallelLinear(SplitModule, nn.Linear):
+class ColumnParallelLinear(nn.Linear):
     """Some rows of a linear layer's weight: all of x gives some columns of the output."""
 
+    rows: RowExchange
     slots: Tensor | None = None  # the row of each output column, past the last row for zeros; None: rows as they are
-    shared: tuple[tuple[int, int, Any], ...] = ()  # start, stop and process group of rows that other ranks hold too
 
     def forward(self, x: Tensor) -> Tensor:
-        self.mark_own_gradients()
-        return F.linear(x, self.arrange(self.weight), self.arrange(self.bias))
-
-    def arrange(self, parameter: Any) -> Any:
-        """A parameter's rows in the order of the output's columns."""
-        if parameter is None:
-            return None
-        rows = local_tensor(parameter)
-        if self.shared and torch.is_grad_enabled() and rows.requires_grad:
-            rows = _SharedRows.apply(rows, self.shared, self.ranks)
-        return select_rows(rows, self.slots)
+        parameters = [local_tensor(p) for p in (self.weight, self.bias) if p is not None]
+        weight, *bias = (select_rows(p, self.slots) for p in fetch_rows(parameters, self.rows))
+        return F.linear(x, weight, *bias)
 
 
-class RowParallelLinear(SplitModule, nn.Linear):
+class RowParallelLinear(nn.Linear):
     """Some columns of a linear layer's weight: some columns of x give one summand of the output."""
 
+    rows: RowExchange  # of the weight's columns
     slots: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        self.mark_own_gradients()
-        weight = local_tensor(self.weight)
+        (weight,) = fetch_rows([local_tensor(self.weight)], self.rows, dim=1)
         weight = weight if self.slots is None else select_rows(weight.T, self.slots).T
-        out = sum_over_ranks(F.linear(x, weight), self.ranks)
+        out = sum_over_ranks(F.linear(x, weight), self.rows.ranks)
         return out if self.bias is None else out + local_tensor(self.bias)
 
 
@@ -148,37 +75,16 @@ def select_rows(rows: Tensor, slots: Tensor | None) -> Tensor:
     return torch.cat([rows, zeros]).index_select(0, slots)
 
 
-@dataclass  # parallelize_module sets attributes on it
-class ColumnParallel(ParallelStyle):
-    """parallelize_module's style for a linear layer of which each rank holds some rows of the weight and bias."""
-
-    ranks: Ranks
-    local: range
-    owned: range
-    even: bool
-    slots: Tensor | None = None
-    shared: tuple[tuple[int, int, Any], ...] = ()
-
-    def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
-        linear = replace_class(
-            module, ColumnParallelLinear, ranks=self.ranks, own_parts={}, slots=self.slots, shared=self.shared
-        )
-        for name, x in list(linear.named_parameters(recurse=False)):
-            split_parameter(linear, name, ParameterPart(0, tuple(x.shape), self.local, self.owned, self.even))
-        return linear
+def split_by_output(linear: nn.Linear, ranks: Ranks, rows: RowPlan, slots: Tensor | None = None) -> None:
+    """Make a linear layer column parallel, in place."""
+    split = replace_class(linear, ColumnParallelLinear, rows=RowExchange.of(rows, ranks), slots=slots)
+    for name, _ in list(split.named_parameters(recurse=False)):
+        distribute_parameter(split, name, ranks, None if rows.replicated else 0)
 
 
-@dataclass
-class RowParallel(ParallelStyle):
-    """parallelize_module's style for a linear layer of which each rank holds some columns; all hold the bias."""
-
-    ranks: Ranks
-    local: range
-    even: bool
-    slots: Tensor | None = None
-
-    def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
-        linear = replace_class(module, RowParallelLinear, ranks=self.ranks, own_parts={}, slots=self.slots)
-        shape = tuple(linear.weight.shape)
-        split_parameter(linear, "weight", ParameterPart(1, shape, self.local, self.local, self.even))
-        return linear
+def split_by_input(linear: nn.Linear, ranks: Ranks, rows: RowPlan, slots: Tensor | None = None) -> None:
+    """Make a linear layer row parallel, in place."""
+    split = replace_class(linear, RowParallelLinear, rows=RowExchange.of(rows, ranks), slots=slots)
+    distribute_parameter(split, "weight", ranks, None if rows.replicated else 1)
+    if split.bias is not None:
+        distribute_parameter(split, "bias", ranks)

@@ -34,6 +34,7 @@ FAILURE_KEY = "headwise/failure"  # in the store: the message of the rank that f
 UNUSED_TAG = (1 << 31) - 1  # of point-to-point messages that no rank sends
 OUT_OF_STEP = "the ranks are no longer in step, start all of them again"
 
+ranks_by_key: dict[str, Ranks] = {}  # for operators in compiled graphs, which take numbers and text only
 agreement_counts: Counter[str] = Counter()  # agreements so far by group name: the same number on every rank
 
 
@@ -47,6 +48,7 @@ class Ranks:
         device: of the tensors that are sent.
         mesh: PyTorch's one-dimensional mesh of the group; None for a single process.
         timeout: seconds that this rank waits for the others.
+        key: of these ranks in `ranks_by_key`; "" for a single process.
     """
 
     rank: int = 0
@@ -54,6 +56,7 @@ class Ranks:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     mesh: DeviceMesh | None = None
     timeout: float = TIMEOUT
+    key: str = ""
 
     @property
     def first(self) -> bool:
@@ -64,22 +67,6 @@ class Ranks:
     def group(self) -> Any:
         """PyTorch's process group; None for a single process."""
         return None if self.mesh is None else self.mesh.get_group()
-
-    @cached_property
-    def _subgroups(self) -> dict[tuple[int, ...], Any]:
-        return {}
-
-    def subgroup(self, ranks: tuple[int, ...]) -> Any:
-        """The process group of some of these ranks. All processes must call this, in the same order."""
-        if ranks not in self._subgroups:
-            members = dist.get_process_group_ranks(self.group)
-            if len(members) < dist.get_world_size():
-                raise RankError(
-                    "KV heads that live on several ranks need a mesh of all ranks; take fewer ranks, or all"
-                )
-            timeout = timedelta(seconds=self.timeout)
-            self._subgroups[ranks] = dist.new_group([members[rank] for rank in ranks], timeout=timeout)
-        return self._subgroups[ranks]
 
     def global_rank(self, rank: int) -> int:
         """A rank's number among all processes, by which point-to-point calls address it."""
@@ -164,11 +151,25 @@ class Ranks:
             self._wait(dist.all_gather(tensors, x, group=self.group, async_op=True))
         return tensors
 
-    def all_reduce(self, x: Tensor, activity: str = "a sum", group: Any = None, op: Any = dist.ReduceOp.SUM) -> None:
-        """Sum every rank's x, in place, over all ranks or over a subgroup. No gradient."""
+    def all_reduce(self, x: Tensor, activity: str = "a sum", op: Any = dist.ReduceOp.SUM) -> None:
+        """Sum every rank's x, in place. No gradient."""
         if self.count > 1:
             with self.transport_errors(activity):
-                self._wait(dist.all_reduce(x, op=op, group=self.group if group is None else group, async_op=True))
+                self._wait(dist.all_reduce(x, op=op, group=self.group, async_op=True))
+
+    def all_to_all(self, x: Tensor, sent: list[int], received: list[int], activity: str) -> Tensor:
+        """Send consecutive parts of a flat tensor to the ranks; what they send to this one, one after another.
+
+        Args:
+            x: (sum of `sent`,).
+            sent: numbers for each rank.
+            received: numbers from each rank.
+            activity: for the error message. No gradient.
+        """
+        result = x.new_empty(sum(received))
+        with self.transport_errors(activity):
+            self._wait(dist.all_to_all_single(result, x, received, sent, group=self.group, async_op=True))
+        return result
 
     def barrier(self, activity: str) -> None:
         """Wait until all ranks are here."""
@@ -260,15 +261,14 @@ class Ranks:
 
     def _close_connections(self) -> None:
         """Close this rank's gloo connections: ranks that wait for it get an error now, not after `timeout`."""
-        for group in (self.group, *self._subgroups.values()):
-            if dist.get_rank(group) < 0 or dist.get_backend(group) != "gloo":
-                continue
-            for peer in dist.get_process_group_ranks(group):
-                if peer != dist.get_rank():
-                    with suppress(RuntimeError, dist.DistError):  # gloo closes a pair whose receive timed out
-                        work = dist.irecv(torch.empty(1), peer, group=group, tag=UNUSED_TAG)
-                        assert work is not None  # this rank is in the group
-                        work.wait(timedelta(milliseconds=1))
+        if dist.get_backend(self.group) != "gloo":
+            return
+        for peer in dist.get_process_group_ranks(self.group):
+            if peer != dist.get_rank():
+                with suppress(RuntimeError, dist.DistError):  # gloo closes a pair whose receive timed out
+                    work = dist.irecv(torch.empty(1), peer, group=self.group, tag=UNUSED_TAG)
+                    assert work is not None  # this rank is in the group
+                    work.wait(timedelta(milliseconds=1))
 
 
 def report_failure_to_all(error: BaseException) -> None:
@@ -288,22 +288,27 @@ def default_store() -> Any:
     return dist.distributed_c10d._get_default_store()
 
 
-def ranks_of(mesh: DeviceMesh | None = None, timeout: float | None = None) -> Ranks:
+def ranks_of(mesh: DeviceMesh | None = None, timeout: float | None = None, dimension: str | None = None) -> Ranks:
     """The ranks of a one-dimensional mesh.
 
     Args:
         mesh: all ranks by default.
         timeout: seconds that a rank waits for the others; that of their process group by default.
+        dimension: the name of the dimension to take of a mesh that has several.
     """
     if not dist.is_initialized():
         return Ranks(timeout=TIMEOUT if timeout is None else timeout)
     kind = "cuda" if dist.get_backend() == "nccl" else "cpu"
     mesh = init_device_mesh(kind, (dist.get_world_size(),)) if mesh is None else mesh
+    if mesh.ndim > 1 and dimension in (mesh.mesh_dim_names or ()):
+        mesh = mesh[dimension]
     if mesh.ndim != 1:
         raise RankError(f"a mesh of one dimension is expected, got {mesh.ndim}; take one of them: mesh['tp']")
     device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device("cpu")
     timeout = _group_timeout(mesh.get_group(), device) if timeout is None else timeout
-    return Ranks(mesh.get_local_rank(), mesh.size(), device, mesh, timeout)
+    key = f"{mesh.get_group().group_name} {timeout:g}"
+    ranks_by_key[key] = Ranks(mesh.get_local_rank(), mesh.size(), device, mesh, timeout, key)
+    return ranks_by_key[key]
 
 
 def _group_timeout(group: Any, device: torch.device) -> float:

@@ -1,8 +1,8 @@
 """Tensor parallel: attention, blocks and stacks of headwise's whose heads are split over ranks.
 
-Every rank gets the same input and gives the same output. W_Q, W_K and W_V are column parallel and W_O row parallel,
-always split between heads; one all-reduce follows W_O, and one the feed-forward layer. Embeddings, norms and the output
-layer stay whole on every rank.
+Every rank gets the same input and gives the same output. W_Q, W_K and W_V are column parallel and W_O row parallel; one
+all-reduce follows W_O, and one the feed-forward layer. A rank computes whole heads. All parameters are DTensors: in
+equal chunks, or replicated (embeddings, norms and the output layer).
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor.parallel import parallelize_module
 
 from ..attention.nn.blocks import FeedForward
 from ..attention.nn.module import MultiHeadAttention, Projected
@@ -26,43 +25,43 @@ from .autograd_collectives import copy_to_ranks
 from .call_agreement import SHAPES, CallAgreement, describe_module
 from .class_replacement import check_replaceable, replace_class
 from .head_gather import gather_heads, gather_stats
-from .head_plan import HeadPlan, even_ranges
+from .head_plan import HeadPlan
 from .parallel_linear import (
-    ColumnParallel,
     ColumnParallelLinear,
-    ParameterPart,
-    RowParallel,
     RowParallelLinear,
-    SplitModule,
+    distribute_parameter,
     local_tensor,
-    mark_mixed,
     select_rows,
-    split_parameter,
+    split_by_input,
+    split_by_output,
 )
 from .partitions import HeadPartition
 from .ranks import Ranks, ranks_of
+from .replicated_modules import replicate_parameters
+from .row_plan import RowPlan, chunk_ranges
 
 
-class SplitAttention(SplitModule, MultiHeadAttention):
-    """MultiHeadAttention of which this rank holds some heads: the same calls, and the same results on every rank.
+class SplitAttention(MultiHeadAttention):
+    """MultiHeadAttention of which this rank computes some heads: the same calls, and the same results on every rank.
 
     `heads` are this rank's, `plan.heads` the whole layer's. Gates, masks and head numbers are the whole layer's.
     """
 
     is_split = True
+    ranks: Ranks
     plan: HeadPlan
     _head_numbers: Tensor  # of this rank's query heads, in the whole layer
 
-    @property
-    def sinks(self) -> Tensor | None:  # type: ignore[override]
-        """The sinks of this rank's heads."""
-        sinks = self._parameters.get("sinks")
-        return None if sinks is None else select_rows(local_tensor(sinks), _idle_slots(self.plan, self.ranks, 1))
-
     def forward(self, query: Tensor, key: Tensor | None = None, value: Tensor | None = None, **options: Any) -> Any:
         """As MultiHeadAttention.forward."""
-        self.mark_own_gradients()  # of its sinks
-        with _dropout_per_rank(self.ranks, self.training and self.dropout > 0):
+        if self.training and self.dropout > 0:
+            if torch.compiler.is_compiling():
+                raise UnsupportedError(
+                    "dropout inside attention that is split over ranks cannot be compiled; set it to 0"
+                )
+            with _dropout_per_rank(self.ranks):
+                result = super().forward(query, key, value, **options)
+        else:
             result = super().forward(query, key, value, **options)
         if not options.get("need_weights"):
             return result
@@ -97,16 +96,25 @@ class SplitAttention(SplitModule, MultiHeadAttention):
     def project(
         self, query: Tensor, key: Tensor | None = None, value: Tensor | None = None, **options: Any
     ) -> Projected:
-        copies: dict[int, Tensor] = {}  # attention tests `key is query`, so one tensor must stay one
-
-        def copy(x: Tensor | None) -> Tensor | None:
-            return x if x is None else copies.setdefault(id(x), copy_to_ranks(x, self.ranks))
-
+        local_query = copy_to_ranks(query, self.ranks)  # attention tests `key is query`, so one tensor must stay one
+        local_key = local_query if key is query else self._copy(key)
+        local_value = local_query if value is query else local_key if value is key else self._copy(value)
         options["mask"], options["gates"] = (
             self._local_mask(options.get("mask")),
             self._local_gates(options.get("gates")),
         )
-        return super().project(copy(query), copy(key), copy(value), **options)  # type: ignore[arg-type]
+        projected = super().project(local_query, local_key, local_value, **options)
+        if self.sinks is not None:
+            projected.options["sinks"] = self._local_sinks(self.sinks)
+        return projected
+
+    def _copy(self, x: Tensor | None) -> Tensor | None:
+        return None if x is None else copy_to_ranks(x, self.ranks)
+
+    def _local_sinks(self, sinks: Tensor) -> Tensor:
+        heads = self.plan.shares[self.ranks.rank].query
+        own_sinks = copy_to_ranks(local_tensor(sinks), self.ranks)[heads.start : heads.stop]
+        return select_rows(own_sinks, _idle_slots(self.plan, self.ranks, 1))
 
     def _local_mask(self, mask: Tensor | None) -> Tensor | None:
         whole = self.plan.heads.query
@@ -131,10 +139,10 @@ class SplitNorm(nn.Module):
     ranks: Ranks
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = copy_to_ranks(self.weight, self.ranks)  # type: ignore[arg-type]
+        weight = copy_to_ranks(local_tensor(self.weight), self.ranks)
         if isinstance(self, nn.RMSNorm):
             return nn.functional.rms_norm(x, self.normalized_shape, weight, self.eps)
-        bias = None if self.bias is None else copy_to_ranks(self.bias, self.ranks)  # type: ignore[arg-type]
+        bias = None if self.bias is None else copy_to_ranks(local_tensor(self.bias), self.ranks)
         return nn.functional.layer_norm(x, self.normalized_shape, weight, bias, self.eps)  # type: ignore[arg-type]
 
 
@@ -147,7 +155,7 @@ class SplitLayerNorm(SplitNorm, nn.LayerNorm):
 
 
 class SplitFeedForward(FeedForward):
-    """A feed-forward layer of which this rank holds a part of the inner width."""
+    """A feed-forward layer of whose inner width this rank computes a part."""
 
     ranks: Ranks
 
@@ -164,7 +172,8 @@ def split_heads(
 
     Args:
         module: headwise.MultiHeadAttention, or anything that contains some; feed-forward layers in it are split too.
-        mesh: of the ranks; all by default.
+        mesh: of the ranks; all by default. A mesh of one dimension, as mesh["tp"] of a larger one, or one with a
+            dimension named "tp"; other dimensions are free for data parallelism (FSDP2).
         timeout: seconds that a rank waits for the others, in forward and in backward; that of their group by default.
         checked: the ranks exchange 768 bytes before each call, so that ranks which disagree get an error instead of a
             hang or wrong numbers. True compares shapes, options, dropout and the values of all inputs (floating-point
@@ -182,7 +191,7 @@ def split_heads(
     """
     if checked not in (True, False, SHAPES):
         raise UnsupportedError(f"checked is True, False or {SHAPES!r}, got {checked!r}")
-    ranks = ranks_of(mesh, timeout)
+    ranks = ranks_of(mesh, timeout, "tp")
     parts = [part for part in module.modules() if isinstance(part, MultiHeadAttention | FeedForward)]
     attentions = [part for part in parts if isinstance(part, MultiHeadAttention)]
     if not attentions:
@@ -199,24 +208,34 @@ def split_heads(
             _split_attention(part, ranks)
         else:
             _split_feed_forward(part, ranks)
-    mark_mixed(module)
+    replicate_parameters(module, ranks)
     CallAgreement(ranks, module, checked)
     return module
 
 
 def _check_and_describe(module: nn.Module, parts: list[MultiHeadAttention | FeedForward]) -> str:
     """The module as text that must be the same on all ranks; an error where something in it cannot be split."""
-    parameters: set[nn.Parameter] = set()
+    split_modules: set[nn.Module] = set()
     for submodule, cls in (replacement for part in parts for replacement in _replacements(part)):
         check_replaceable(submodule, cls)
+        if submodule in split_modules:
+            raise UnsupportedError(_shared_message(module, next(submodule.parameters(recurse=False))))
+        split_modules.add(submodule)
+    split_parameters: set[nn.Parameter] = set()
+    for submodule in sorted(module.modules(), key=lambda x: x not in split_modules):
         for parameter in submodule.parameters(recurse=False):
-            if parameter in parameters:
-                raise UnsupportedError(
-                    f"a parameter {shown(parameter.shape)} of {type(module).__name__} is shared by two layers, which "
-                    "would each train a part of their own; give each layer its own parameters"
-                )
-            parameters.add(parameter)
+            if parameter in split_parameters:
+                raise UnsupportedError(_shared_message(module, parameter))
+            if submodule in split_modules:
+                split_parameters.add(parameter)
     return describe_module(module)
+
+
+def _shared_message(module: nn.Module, parameter: nn.Parameter) -> str:
+    return (
+        f"a parameter {shown(parameter.shape)} of {type(module).__name__} is shared by two layers, which would each "
+        "train a part of their own; give each layer its own parameters"
+    )
 
 
 def _replacements(part: MultiHeadAttention | FeedForward) -> list[tuple[nn.Module, type[nn.Module]]]:
@@ -239,43 +258,35 @@ def _norm_class(norm: nn.Module) -> type[SplitNorm]:
 def _split_attention(part: MultiHeadAttention, ranks: Ranks) -> None:
     plan = HeadPlan(part.heads, ranks.count)
     share, dim, device = plan.shares[ranks.rank], part.heads.dim, part.W_O.weight.device
-    groups = {kv: ranks.subgroup(holders) for kv, holders in enumerate(plan.copies) if len(holders) > 1}
-    shared = tuple(
-        ((kv - share.kv.start) * dim, (kv + 1 - share.kv.start) * dim, groups[kv]) for kv in share.kv if kv in groups
-    )
-    even = len({len(share.query) for share in plan.shares}) == 1
     query_slots = kv_slots = _idle_slots(plan, ranks, dim)
     if share.slots != tuple(share.kv):
         kv_slots = torch.cat([torch.arange(dim) + (kv - share.kv.start) * dim for kv in share.slots])
-    query, kv, owned = (_rows_of(heads, dim) for heads in (share.query, share.kv, share.owned))
-    kv_style = ColumnParallel(ranks, kv, owned, plan.even, _to_device(kv_slots, device), shared)
-    styles: dict[str, Any] = {
-        "W_Q": ColumnParallel(ranks, query, query, even, _to_device(query_slots, device)),
-        "W_K": kv_style,
-        "W_V": kv_style,
-        "W_O": RowParallel(ranks, query, even, _to_device(query_slots, device)),
-    }
-    parallelize_module(part, ranks.mesh, styles)
+    query_slots, kv_slots = _to_device(query_slots, device), _to_device(kv_slots, device)
+    split_by_output(part.W_Q, ranks, plan.query_rows, query_slots)
+    split_by_output(part.W_K, ranks, plan.kv_rows, kv_slots)
+    split_by_output(part.W_V, ranks, plan.kv_rows, kv_slots)
+    split_by_input(part.W_O, ranks, plan.query_rows, query_slots)
     for norm in filter(None, (part.q_norm, part.k_norm)):
-        replace_class(norm, _norm_class(norm), ranks=ranks)
+        split_norm = replace_class(norm, _norm_class(norm), ranks=ranks)
+        for name, _ in list(norm.named_parameters()):
+            distribute_parameter(split_norm, name, ranks)
     if isinstance(part.position, Alibi):
         slopes = part.position.for_heads(part.heads.query)
         part.position = Alibi(tuple(slopes[head] for head in share.query) or (0.0,))
-    has_sinks, head_count = part.sinks is not None, part.heads.query
-    local_heads, head_numbers = share.local_heads(part.heads), torch.tensor([*share.query] or [0])
-    split = replace_class(
-        part, SplitAttention, plan=plan, ranks=ranks, own_parts={}, heads=local_heads, _head_numbers=head_numbers
-    )
-    if has_sinks:
-        split_parameter(split, "sinks", ParameterPart(0, (head_count,), share.query, share.query, False))
+    if part.sinks is not None:
+        distribute_parameter(part, "sinks", ranks)
+    replace_class(
+        part, SplitAttention, plan=plan, ranks=ranks, heads=share.local_heads(part.heads),
+        _head_numbers=torch.tensor([*share.query] or [0]),
+    )  # fmt: skip
 
 
 def _split_feed_forward(part: FeedForward, ranks: Ranks) -> None:
     inner = part.up.out_features
-    local, even = even_ranges(inner, ranks.count)[ranks.rank], inner % ranks.count == 0
-    column = ColumnParallel(ranks, local, local, even)
-    styles: dict[str, Any] = {"up": column, "down": RowParallel(ranks, local, even)}
-    parallelize_module(part, ranks.mesh, styles | ({} if part.gate is None else {"gate": column}))
+    rows = RowPlan(inner, chunk_ranges(inner, ranks.count))
+    for linear in filter(None, (part.up, part.gate)):
+        split_by_output(linear, ranks, rows)
+    split_by_input(part.down, ranks, rows)
     replace_class(part, SplitFeedForward, ranks=ranks)
 
 
@@ -284,22 +295,14 @@ def _idle_slots(plan: HeadPlan, ranks: Ranks, rows: int) -> Tensor | None:
     return torch.zeros(rows, dtype=torch.long) if plan.shares[ranks.rank].idle else None
 
 
-def _rows_of(heads: range, dim: int) -> range:
-    """The rows of consecutive heads in a projection's weight."""
-    return range(heads.start * dim, heads.stop * dim)
-
-
 def _to_device(slots: Tensor | None, device: torch.device) -> Tensor | None:
     """Slots on the weights' device; on the CPU for weights on the meta device."""
     return None if slots is None else slots.to("cpu" if device.type == "meta" else device)
 
 
 @contextmanager
-def _dropout_per_rank(ranks: Ranks, active: bool) -> Iterator[None]:
+def _dropout_per_rank(ranks: Ranks) -> Iterator[None]:
     """Random numbers of each rank's own for its heads; after it all ranks draw the same numbers again."""
-    if not active:
-        yield
-        return
     seed = int(torch.randint(2**62, ()))
     devices = [ranks.device] if ranks.device.type == "cuda" else []
     with torch.random.fork_rng(devices):

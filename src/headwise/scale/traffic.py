@@ -13,7 +13,8 @@ from .head_plan import all_gather_bytes, all_reduce_bytes
 
 
 class Traffic(Counter[str]):
-    """Bytes that this rank sends: "sums" (all-reduce), "gathers" (all-gather), "messages" (point to point).
+    """Bytes that this rank sends: "sums" (all-reduce), "gathers" (all-gather), "messages" (point to point
+    and all-to-all).
 
     Collectives are counted as the ring algorithm sends them, which gloo and nccl use for large tensors.
     """
@@ -60,9 +61,18 @@ def count_traffic() -> Iterator[Traffic]:
 
         return batch_isend_irecv
 
+    def count_all_to_all(call: Callable[..., Any]) -> Callable[..., Any]:
+        def all_to_all_single(output: Any, tensor: Any, received: Any, sent: Any, *args: Any, **options: Any) -> Any:
+            elsewhere = sum(sent) - sent[dist.get_rank(options.get("group"))]
+            traffic["messages"] += elsewhere * tensor.element_size()
+            return call(output, tensor, received, sent, *args, **options)
+
+        return all_to_all_single
+
     wrappers = {
         "all_reduce": count_all_reduce,
         "all_gather": count_all_gather,
+        "all_to_all_single": count_all_to_all,
         "batch_isend_irecv": count_messages,
     }
     originals = {name: getattr(dist, name) for name in wrappers}

@@ -7,6 +7,8 @@ computation in one process, and fails on any rank by raising. Importing this pac
 from __future__ import annotations
 
 from . import (  # noqa: F401
+    compiled,
+    composition,
     context_parallel,
     data_parallel,
     recorder,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import math
 from pathlib import Path
@@ -11,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from headwise import Alibi, Decoder, Heads, KVCache, MultiHeadAttention, Rotary, Shape, Transformer, TransformerBlock
 from headwise.attention.nn.blocks import FeedForward
-from headwise.errors import RankError, UnsupportedError
+from headwise.errors import RankError
 from headwise.scale import clip_grad_norm_, count_traffic, load_state, save_state, split_heads, split_sequence
 from headwise.scale import ranks as ranks_module
-from headwise.scale.parallel_linear import local_tensor, parameter_parts
+from headwise.scale.parallel_linear import local_tensor
 from headwise.scale.ranks import Ranks
 from helpers.torchrun import assert_error
 
@@ -47,23 +46,30 @@ def split_copy(module: Any) -> tuple[Any, Any]:
     return module, split_heads(copy.deepcopy(module))
 
 
+def whole_tensor(x: Any) -> Tensor:
+    """All of a parameter or gradient, on every rank."""
+    whole: Tensor = x.full_tensor() if isinstance(x, DTensor) else x
+    return whole.detach()
+
+
 def check_gradients(whole: Any, split: Any) -> None:
-    """Each rank's gradients are its part of the whole's."""
-    others, parts = dict(split.named_parameters()), parameter_parts(split)
+    """The ranks' gradients together are the whole's."""
+    others = dict(split.named_parameters())
     for name, x in whole.named_parameters():
         split_x = others[name]
         if x.grad is None:
             assert split_x.grad is None, name
             continue
-        want = parts[name].select(x.grad) if name in parts else x.grad
-        torch.testing.assert_close(local_tensor(split_x.grad), want, **CLOSE, msg=lambda m, name=name: f"{name}: {m}")
+        assert isinstance(split_x.grad, DTensor), name
+        got = whole_tensor(split_x.grad)
+        torch.testing.assert_close(got, x.grad, **CLOSE, msg=lambda m, name=name: f"{name}: {m}")
 
 
 def check_weights(whole: Any, split: Any) -> None:
-    """Each rank has its part of the whole's."""
-    others, parts = dict(split.named_parameters()), parameter_parts(split)
+    """The ranks' parameters together are the whole's."""
+    others = dict(split.named_parameters())
     for name, x in whole.named_parameters():
-        assert torch.equal(local_tensor(others[name]), parts[name].select(x) if name in parts else x), name
+        assert torch.equal(whole_tensor(others[name]), x), name
 
 
 def check_attention(name: str) -> None:
@@ -125,10 +131,21 @@ for layer_name in LAYERS:
 
 
 @check
-def parameters_are_dtensors_where_ranks_divide_them(ranks: Ranks, folder: Path) -> None:
-    split = split_heads(MultiHeadAttention(24, 12))
-    assert all(isinstance(getattr(split, name).weight, DTensor) for name in ("W_Q", "W_K", "W_V", "W_O"))
-    assert split.W_Q.weight.shape == (24, 24) and local_tensor(split.W_Q.weight).shape == (24 // ranks.count, 24)
+def every_parameter_is_a_dtensor_stored_once(ranks: Ranks, folder: Path) -> None:
+    for whole in (Decoder(DECODER), Transformer(BOTH), MultiHeadAttention(48, 12, 3)):
+        split = split_heads(copy.deepcopy(whole))
+        shapes = {name: x.shape for name, x in whole.named_parameters()}
+        parameters = dict(split.named_parameters())
+        assert {name: x.shape for name, x in parameters.items()} == shapes
+        assert all(isinstance(x, DTensor) for x in parameters.values())
+        for name, x in parameters.items():
+            counts = [int(n) for n in ranks.all_gather(torch.tensor(x.to_local().numel()))]
+            if any(part in name for part in ("W_Q", "W_K", "W_V", "W_O.weight", "up", "gate", "down.weight")):
+                dim = x.placements[0].dim
+                largest = -(-x.shape[dim] // ranks.count) * (x.numel() // x.shape[dim])
+                assert sum(counts) == x.numel() and max(counts) == largest, name
+            else:
+                assert counts == [x.numel()] * ranks.count, name
     assert f"on rank {ranks.rank} of {ranks.count}" in repr(split)
 
 
@@ -227,10 +244,10 @@ def split_attention_sends_the_bytes_of_the_head_plan(ranks: Ranks, folder: Path)
             out = split(x)
         with count_traffic() as backward:
             out.sum().backward()
-        assert forward == {"sums": split.plan.bytes_sent(2, 13)}, name
-        assert backward == {
-            "sums": split.plan.bytes_sent_backward(ranks.rank, 2, 13, bias=split.W_Q.bias is not None)
-        }, name
+        bias, sinks = split.W_Q.bias is not None, split.sinks is not None
+        assert forward.data == split.plan.bytes_sent(2, 13, rank=ranks.rank, bias=bias), name
+        assert backward.data == split.plan.bytes_sent_backward(ranks.rank, 2, 13, bias=bias, sinks=sinks), name
+        assert forward["messages"] == backward["messages"] == 0 or not split.plan.even, name
 
 
 @check
@@ -244,9 +261,8 @@ def a_module_split_on_the_meta_device_loads_a_checkpoint(ranks: Ranks, folder: P
         check_weights(whole, split)
         x = torch.randn(2, 7, whole.heads.width)
         torch.testing.assert_close(split(x), whole(x), **CLOSE)
-        if not any(isinstance(p, DTensor) for p in split.parameters()):  # also where parameters were made anew
-            want = clip_gradients(whole, clip_by_torch, x, 0.1, 2.0)
-            torch.testing.assert_close(clip_gradients(split, clip_by_torch, x, 0.1, 2.0), want)
+        want = clip_gradients(whole, clip_by_torch, x, 0.1, 2.0)
+        torch.testing.assert_close(clip_gradients(split, clip_by_torch, x, 0.1, 2.0), want, **CLOSE)
 
 
 def clip_gradients(module: Any, clip: Any, x: Tensor, max_norm: float, norm_type: float) -> Tensor:
@@ -258,8 +274,7 @@ def clip_gradients(module: Any, clip: Any, x: Tensor, max_norm: float, norm_type
 
 
 def clip_by_torch(module: Any, max_norm: float, norm_type: float) -> Tensor:
-    norm: Tensor = torch.nn.utils.clip_grad_norm_(module.parameters(), max_norm, norm_type)
-    return norm
+    return whole_tensor(torch.nn.utils.clip_grad_norm_(module.parameters(), max_norm, norm_type))
 
 
 @check
@@ -277,24 +292,10 @@ def clipping_counts_every_parameter_once(ranks: Ranks, folder: Path) -> None:
             torch.testing.assert_close(got, want, rtol=1e-12, atol=0.0, msg=f"{name} {norm_type}")
             assert all(torch.equal(got, other) for other in ranks.all_gather(got))
             check_gradients(whole, split)
-            if any(isinstance(p, DTensor) for p in split.parameters()):  # PyTorch does not mix them with others
-                with contextlib.suppress(RuntimeError, UnsupportedError):
-                    torch.testing.assert_close(clip_gradients(split, clip_by_torch, x, 0.7, norm_type), want)
-                continue
-            torch.testing.assert_close(
-                clip_gradients(split, clip_by_torch, x, 0.7, norm_type), want, rtol=1e-12, atol=0.0
-            )
+            got = clip_gradients(split, clip_by_torch, x, 0.7, norm_type)
+            torch.testing.assert_close(got, want, rtol=1e-12, atol=0.0, msg=f"{name} {norm_type}")
             check_gradients(whole, split)
-    mixed = split_heads(
-        MultiHeadAttention(6 * ranks.count, 3 * ranks.count, 1)
-    )  # query heads divide, the KV head does not
-    mixed(torch.ones(1, 2, mixed.plan.heads.width)).sum().backward()
-    assert_error(
-        lambda: clip_by_torch(mixed, 1.0, 2.0), "some gradients of this split module are DTensors and some are not"
-    )
-    assert_error(
-        lambda: clip_grad_norm_(list(split.parameters()), 1.0), "takes the split module, which knows its parts"
-    )  # type: ignore[arg-type]
+    assert_error(lambda: clip_grad_norm_(list(split.parameters()), 1.0), "takes the split module, got a list")  # type: ignore[arg-type]
     split.zero_grad()
     if ranks.first:
         next(iter(split.parameters())).grad = torch.zeros_like(next(iter(split.parameters())))
@@ -314,10 +315,9 @@ def training_with_clipping_keeps_replicated_parameters_equal(ranks: Ranks, folde
             clip_gradients(module, clip, x, 0.1, 2.0)
             optimizer.step()
     torch.testing.assert_close(split(x), whole(x), rtol=1e-3, atol=1e-4)
-    known = parameter_parts(split)
     for name, p in split.named_parameters():
-        if name not in known:
-            every = ranks.all_gather(p)
+        if p.placements == (Replicate(),):
+            every = ranks.all_gather(p.to_local())
             assert all(torch.equal(every[0], other) for other in every), name
 
 
@@ -461,7 +461,7 @@ def what_cannot_be_split_is_refused_on_all_ranks_and_left_as_it_is(ranks: Ranks,
         classes = [type(part) for part in module.modules()]
         assert_error(lambda module=module: split_heads(module), message)
         assert [type(part) for part in module.modules()] == classes
-        assert not parameter_parts(module)
+        assert not any(isinstance(x, DTensor) for x in module.parameters())
     assert_error(lambda: split_sequence(own_forward), "DoublingAttention is not a plain MultiHeadAttention")
 
 

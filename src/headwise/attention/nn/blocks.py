@@ -218,3 +218,7 @@ class Embedding(nn.Module):
             x = x + sinusoidal_at(positions, x.shape[-1]).to(x.dtype)
         x = self.dropout(x if self.norm is None else self.norm(x))
         return x if self.project is None else self.project(x)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """(B, T, d_model) -> (B, T, vocab), by the table of tokens: a tied output layer."""
+        return F.linear(hidden, self.tokens.weight)

@@ -350,7 +350,7 @@ class Decoder(_Stack):
     def logits(self, hidden: Tensor) -> Tensor:
         """(B, T, d) -> (B, T, vocab); unchanged where there is no output layer."""
         if self.shape.head == "tied":
-            return F.linear(hidden, self.embed.tokens.weight)
+            return self.embed.logits(hidden)
         return hidden if self.head is None else self.head(hidden)
 
     def cache(self, max_length: int | None = None) -> Caches:
