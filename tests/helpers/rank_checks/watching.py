@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import headwise
 from headwise import Decoder, Encoder, Heads, HeadwiseError, Shape, TransformerBlock, scale
-from headwise.models.structure.projections import layer_shapes
+from headwise.models.structure.attention_layers import attention_layers
 from headwise.models.structure.wrappers import inner_model
 from headwise.scale import ranks as ranks_module
 from headwise.scale.ranks import Ranks
@@ -213,12 +213,12 @@ def last_value(output: Any) -> Tensor:
     return getattr(output, "logits", output)[:, -1, 1]
 
 
-SCORES = {"michel": squares, "ablation": squares, "confidence": None}  # and their losses
-ALL_SCORES = {**SCORES, "output": None, "magnitude": None}  # those that read weights too
+# scores and their losses; the last two read weights
+SCORES = {"michel": squares, "ablation": squares, "confidence": None, "output": None, "magnitude": None}
 
 
-def check_importance(whole: Any, split: Any, inputs: Any, scores: Any = None) -> None:
-    for score, loss in (scores or ALL_SCORES).items():
+def check_importance(whole: Any, split: Any, inputs: Any) -> None:
+    for score, loss in SCORES.items():
         got, want = (headwise.importance(model, [inputs], score=score, loss=loss) for model in (split, whole))
         for kind, values in want.items():
             torch.testing.assert_close(torch.tensor(got[kind]), torch.tensor(values), rtol=1e-5, atol=1e-9)
@@ -236,11 +236,11 @@ def check_patching(whole: Any, split: Any, inputs: Any) -> None:
 @check
 def importance_and_patching_of_split_heads_are_those_of_one_process(ranks: Ranks, folder: Path) -> None:
     models = split_models(folder)
-    for name, scores in (("decoder (8, 4)", ALL_SCORES), ("decoder (3, 3)", SCORES), ("llama", ALL_SCORES)):
-        check_importance(*models[name], scores)
+    for name in ("decoder (8, 4)", "decoder (3, 3)", "llama"):
+        check_importance(*models[name])
         check_patching(*models[name])
     for whole, split, _ in models.values():
-        assert layer_shapes(split) == layer_shapes(whole)
+        assert attention_layers(split) == attention_layers(whole)
 
 
 @check
@@ -258,7 +258,7 @@ def watch_mask_importance_and_patching_work_under_fsdp_and_ddp(ranks: Ranks, fol
             with torch.no_grad(), headwise.mask_heads(whole, {0: [1], 1: [0, 2]}, value):
                 torch.testing.assert_close(masked, run(whole, own), **CLOSE)
         check_patching(whole, split, inputs)
-        assert layer_shapes(inner_model(split)) == layer_shapes(whole)
+        assert attention_layers(inner_model(split)) == attention_layers(whole)
         if name in ("registry", "own", "DDP"):
             check_importance(whole, split, inputs)
             plan = streaming_plan(whole)
