@@ -13,6 +13,7 @@ from ..errors import UnsupportedError
 from ..models.batches import batch_size, run
 from ..models.evaluation import evaluating
 from ..models.structure.heads import query_heads, w_o
+from ..models.structure.partition import check_whole_weights
 from ..models.structure.sites import Site, require_sites
 from ..models.structure.wrappers import inner_model
 from ..models.text_inputs import device_of
@@ -70,6 +71,7 @@ def attribute(
     batches = [to_device(batch, device_of(model)) for batch in model_batches(inputs, tokenizer)]
     measure = Measure(metric, batches, tokenizer)
     sites = require_sites(model)
+    check_whole_weights(model, sites, "attribute")
     counts = [query_heads(model, site) for site in sites]
     totals = _Totals(sites, counts)
     with evaluating(model):

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ..errors import HeadwiseError
 from ..models.batches import batch_size, run
 from ..models.evaluation import evaluating
+from ..models.structure.partition import check_whole_weights
 from ..models.structure.sites import require_sites
 from ..models.structure.wrappers import inner_model
 from ..models.text_inputs import device_of
@@ -94,6 +95,7 @@ def circuit(
     _check_options(size, target, steps, draws)
     model = inner_model(model)
     sites = require_sites(model)
+    check_whole_weights(model, sites, "find a circuit of")
     device = device_of(model)
     pairs = [Pair(*(to_device(batch, device) for batch in pair)) for pair in model_pairs(clean, corrupted, tokenizer)]
     whole = Measure(metric, [pair.clean for pair in pairs], tokenizer)  # refuses bad answers before anything runs

@@ -14,6 +14,7 @@ from ..models.structure.discovery import ModuleClass
 from ..models.structure.heads import w_o
 from ..models.structure.layouts import LAYOUTS, SAME_FOR_ALL_HEADS, Layout
 from ..models.structure.linear_layers import row_dim, weight_problem
+from ..models.structure.partition import head_partition
 from ..models.structure.projections import Projections, ProjectionsError, find_projections
 from ..models.structure.sites import Site
 from .norms import is_norm
@@ -74,12 +75,16 @@ def layer_weights(model: nn.Module, site: Site) -> LayerWeights:
 
 def _find(model: nn.Module, site: Site) -> Projections:
     out = w_o(model, site)[1]
+    if head_partition(model, site) is not None:
+        raise _unknown(site, "each rank has some of its heads; give the model before it is split")
     if problem := weight_problem(out):
         raise _unknown(site, f"its W_O, {type(out).__name__}, is not a plain linear layer ({problem[0]})")
     try:
         layer = find_projections(model, site)
     except ProjectionsError as error:
         raise _unknown(site, error.reason) from None
+    if any(weight_problem(part.linear) for part in layer.parts):
+        raise _unknown(site, "its weights are sharded over ranks; give the model before it is sharded")
     if layer.out.get_parameter("weight").is_meta:
         raise _unknown(site, "its weights are on the meta device and have no values")
     return layer

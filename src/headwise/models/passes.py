@@ -19,6 +19,7 @@ from ..errors import UnsupportedError
 from .hooks import Hooks
 from .padding import real_queries_of
 from .structure.heads import w_o
+from .structure.partition import head_partition
 from .structure.sites import Site, owners
 
 Begin = Callable[[nn.Module], None]  # called with a whole model whose pass begins
@@ -82,14 +83,22 @@ class PassTracker:
                     self._hooks.before(module, self._note_real, kwargs=True)
 
     def before_w_o(self, site: Site, change: ChangeInput) -> None:
-        """Set a function before the W_O of a site's module, for all layers that the module serves."""
+        """Set a function before the W_O of a site's module, for all layers that the module serves.
+
+        Where processes split the heads, the function gets those of all of them, and each goes on with its own.
+        """
         module, linear = site.module, w_o(self.model, site)[1]
+        partition = head_partition(self.model, site)
 
         def hook(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
             self.was_called = True
             if self._awaits == "W_O":
                 self.arrive(module)
-            replacement = change(args[0])
+            if partition is None:
+                replacement = change(args[0])
+            else:
+                replacement = change(partition.join(args[0]))
+                replacement = None if replacement is None else partition.part(replacement, args[0])
             return None if replacement is None else (replacement, *args[1:])
 
         self._hooks.before(linear, hook)

@@ -14,6 +14,7 @@ from ..errors import UnsupportedError
 from ..models.batches import batch_size, run
 from ..models.intervene.head_outputs import head_outputs
 from ..models.structure.heads import w_o
+from ..models.structure.linear_layers import whole_weight
 from ..models.structure.sites import Site
 from ..models.watching.watcher import watch
 from .attention_layers import AttentionLayer
@@ -76,14 +77,15 @@ def output_weights(scoring: ScoringRun, site: Site) -> Tensor:
     """The columns of W_O that belong to each head: (H, width, head_dim)."""
     path, out = w_o(scoring.model, site)
     weight: Any = getattr(out, "weight", None)
-    plain = type(weight) in (Tensor, nn.Parameter)  # torchao's and FSDP's tensors are of other classes
+    # torchao's tensors are of other classes
+    plain = type(weight) in (Tensor, nn.Parameter) or hasattr(weight, "device_mesh")
     if not plain or not weight.is_floating_point() or weight.is_meta or weight.dim() != 2:
         raise UnsupportedError(
-            f"the weights of {type(out).__name__} (at {path}) are not plain numbers in memory (quantized, packed, "
-            "sharded or offloaded); use the score ablation, confidence or sink, which does without them"
+            f"the weights of {type(out).__name__} (at {path}) are not plain numbers in memory (quantized, packed "
+            "or offloaded); use the score ablation, confidence or sink, which does without them"
         )
     heads = scoring.layers[scoring.row(site)].query
-    return in_rows(out, weight.detach().float()).unflatten(1, (heads, -1)).permute(1, 0, 2)
+    return in_rows(out, whole_weight(out).float()).unflatten(1, (heads, -1)).permute(1, 0, 2)
 
 
 def in_rows(linear: nn.Module, weight: Tensor) -> Tensor:

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from ..errors import UnsupportedError
 from ..models.structure.heads import w_o
-from ..models.structure.linear_layers import weight_problem
+from ..models.structure.linear_layers import weight_problem, whole_weight
+from ..models.structure.partition import check_whole
 from ..models.structure.sites import Site, attention_sites
 from ..models.text_inputs import is_encoder_decoder
 from ..models.watching.call_reader import Reading
@@ -98,6 +99,7 @@ class WindowMeasurement:
 
 def _check_decoder(model: nn.Module) -> None:
     name = type(model).__name__
+    check_whole(model, attention_sites(model), "measure the context need of")
     if is_encoder_decoder(model):
         raise UnsupportedError(f"{name} is an encoder-decoder; context_need measures decoders alone")
     if any(getattr(module, "is_kv_shared_layer", False) for module in model.modules()):
@@ -120,10 +122,10 @@ def _declared_window(site: Site) -> int | None:
 
 def _output_weight(linear: nn.Module, site: Site) -> Tensor:
     """W_O (width, heads * head width)."""
-    problem = weight_problem(linear)
+    problem = weight_problem(linear, values=False)
     if problem is not None:
         raise UnsupportedError(f"W_O of {site} cannot be read: {problem[0]}; {problem[1]}")
-    return in_rows(linear, linear.get_parameter("weight").detach())
+    return in_rows(linear, whole_weight(linear))
 
 
 class _InputCheck:

@@ -28,16 +28,18 @@ class Layout(NamedTuple):
     maxima: tuple[str, ...]
 
 
-def reduce_totals(totals: dict[LayerKey, LayerTotals], ranks: Ranks) -> dict[LayerKey, LayerTotals]:
+def reduce_totals(
+    totals: dict[LayerKey, LayerTotals], ranks: Ranks, counted: bool = True
+) -> dict[LayerKey, LayerTotals]:
     """The totals of all ranks, the same on every rank and on the CPU. All ranks must call this.
 
     A rank on which a layer was not called adds nothing to it; a statistic that a rank with the layer does not have is
-    dropped.
+    dropped. counted: False on a rank whose totals another one has too.
     """
     layouts = _common_layouts([_layout(total) for total in totals.values()], ranks)
     if not layouts:
         return {}
-    parts = [_pack(layout, totals.get(layout.layer.key)) for layout in layouts]
+    parts = [_pack(layout, totals.get(layout.layer.key) if counted else None) for layout in layouts]
     sums, maxima = (torch.cat(part).to(ranks.device) for part in zip(*parts, strict=True))
     has_nan = maxima.isnan().to(maxima)  # whether a maximum over ranks keeps NaN depends on the transport
     largest = torch.cat([maxima.nan_to_num(0.0, torch.inf, -torch.inf), has_nan])

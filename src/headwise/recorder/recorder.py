@@ -13,11 +13,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..errors import HeadwiseError, UnsupportedError
+from ..errors import HeadwiseError
 from ..models import structure_fingerprint
-from ..models.watching import Watch, watch
+from ..models.watching import Watch, watch_calls
 from ..scale.ranks import Ranks, ranks_of
-from ..scale.transformers_models import is_split
 from .alarms import Alarm, AlarmKey, AlarmState, Thresholds, summarize
 from .log_file import LogFile
 from .optimizer_steps import OptimizerSteps
@@ -54,8 +53,8 @@ class Recorder(TrainerEvents):
         wandb: whether the active run of Weights & Biases, if there is one, gets them.
         exact: as in `headwise.watch`: True leaves every output of the model as it is without the recorder, to the bit.
         manual: count calls of `step()` instead of the optimizer's steps, for optimizers that are not PyTorch's.
-        mesh: a one-dimensional mesh of the ranks whose statistics are added up, all by default. They must have the same
-            heads: in tensor parallelism each rank has others.
+        mesh: a one-dimensional mesh of the ranks whose statistics are added up, all by default. Ranks that split the
+            heads of a model between them (tensor parallel) count once.
 
     Raises:
         UnsupportedError: on entering, for a model that cannot be watched.
@@ -102,6 +101,7 @@ class Recorder(TrainerEvents):
         self._ranks = Ranks()
         self._counter: OptimizerSteps | None = None
         self._watch: Watch | None = None  # while a step is recorded
+        self._counted = self._writes = True  # whether this rank's totals count, and whether it writes
         self._on = self._layers_unchecked = False
         self._fingerprint = ""
         self._steps_seen = self._empty_steps = 0
@@ -163,6 +163,7 @@ class Recorder(TrainerEvents):
 
     def _begin(self, resume: bool | int) -> None:
         self._ranks = ranks_of(self._mesh)
+        self._counted = self._writes = True
         self._totals.take()
         self._steps_seen = self._empty_steps = 0
         self._layers_unchecked = resume is not False  # and the layers were not compared with those of the file yet
@@ -176,9 +177,7 @@ class Recorder(TrainerEvents):
         state: list[Any] = [None]
 
         def read_file() -> str:
-            if is_split(self.model):
-                raise UnsupportedError("each rank has other heads of a model that load_split split; record it whole")
-            watch(self.model, exact=self._exact)  # a model that cannot be watched is refused now
+            self._share_heads(self._new_watch())  # a model that cannot be watched is refused now
             if self._ranks.first:
                 state[0] = self._read_file(resume)
             return f"every={self.every}"
@@ -227,18 +226,30 @@ class Recorder(TrainerEvents):
     def _prepare_step(self) -> None:
         """Watch the model where the next step is recorded."""
         if self._watch is None and self._is_due(self.step_number + 1):
-            self._watch = watch(self.model, exact=self._exact, each=self._totals).__enter__()
+            self._watch = self._new_watch().__enter__()
 
     def _close_watch(self, *, finished: bool, keep: bool = False) -> None:
         if self._watch is None or keep:
             return
         opened, self._watch = self._watch, None
-        # in a step that is not finished, a pass that was interrupted is no error of the model's
-        error = None if finished else HeadwiseError("the recorder was stopped")
-        opened.__exit__(None if error is None else HeadwiseError, error, None)
+        if finished:
+            opened.__exit__(None, None, None)
+        else:  # a pass that was interrupted is no error of the model's
+            opened.close()
+
+    def _new_watch(self) -> Watch:
+        return watch_calls(self.model, self._totals, self._exact)
+
+    def _share_heads(self, new_watch: Watch) -> None:
+        """Where ranks split heads or tokens, each of them has the totals of all: one of them counts, and writes."""
+        for group in new_watch.rank_groups if self._ranks.group is not None else ():
+            recording_ranks = dist.get_process_group_ranks(self._ranks.group)
+            members = dist.get_process_group_ranks(group.group)
+            self._counted &= next(rank for rank in members if rank in recording_ranks) == dist.get_rank()
+            self._writes &= members[0] == dist.get_rank()
 
     def _record(self, step: int, totals: dict[Any, LayerTotals]) -> None:
-        layers = reduce_totals(totals, self._ranks)
+        layers = reduce_totals(totals, self._ranks, self._counted)
         if not layers:
             self._empty_steps += 1
             if self._empty_steps == 1:
@@ -255,12 +266,12 @@ class Recorder(TrainerEvents):
             max(total.calls for total in layers.values()),
             self._ranks.count,
             {key: total.values() for key, total in layers.items()},
-            {key: total.twins() for key, total in layers.items() if total.layer.heads > 1},
+            {key: total.twins() for key, total in layers.items() if total.has_twins},
             {key: int(total.stats.count.max()) for key, total in layers.items()},
         )
         alarms = self._alarms.update(entry)
         self.entry = LogEntry(**{**vars(entry), "alarms": tuple(alarms)})
-        if self._ranks.first:
+        if self._ranks.first and self._writes:
             self._write(self.entry)
         if alarms and self._on_alarm is not None:
             self._on_alarm(alarms)

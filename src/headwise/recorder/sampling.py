@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..models.structure.partition import Partition
+
 ROWS = 8  # queries of a call, evenly spaced
 MAX_WEIGHTS = 1 << 22  # weights of a call that are looked at
 
@@ -39,7 +41,13 @@ class Samples:
         return largest.clamp(-1.0, 1.0), which
 
 
-def sample(reading: Any, real: Tensor | None) -> Samples:
+def no_samples(heads: int) -> Samples:
+    """Of a layer whose weights are not looked at."""
+    zeros = torch.zeros(heads + 1, heads, dtype=torch.float64)
+    return Samples(zeros[1:], zeros[0], torch.zeros((), dtype=torch.float64))
+
+
+def sample(reading: Any, real: Tensor | None, partition: Partition | None = None) -> Samples:
     """Measure some queries of an attention call.
 
     The first key that a query sees is left out of the comparison of weights: heads of many models put most of their
@@ -48,21 +56,24 @@ def sample(reading: Any, real: Tensor | None) -> Samples:
     Args:
         reading: the call, as `watch` hands it to its observer.
         real: (B, Tq) bool, which queries are tokens; None for all.
+        partition: of a layer whose heads processes split; the samples are of all its heads.
     """
     batch, heads, queries, _ = reading.q.shape
+    heads = heads if partition is None else partition.heads.query
     values = reading.v
     count = max(1, min(ROWS, queries, MAX_WEIGHTS // max(1, batch * heads * values.shape[2])))
     rows = [(i + 1) * queries // count - 1 for i in range(count)]
     with torch.no_grad(), torch.autocast(values.device.type, enabled=False):
         weights = reading.weights(rows, None).float()  # (B, H, rows, Tk)
         weights = weights[..., : values.shape[2]]
-        real_rows = (weights > 0).any(-1).any(1)  # (B, rows)
+        all_weights = weights if partition is None else partition.gather(weights)
+        real_rows = (all_weights > 0).any(-1).any(1)  # (B, rows)
         if real is not None:
             real_rows &= real[:, rows]
-        weights = weights * real_rows[:, None, :, None]
-        return Samples(
-            _products(weights).double(), _squared_norms(weights, values.float()).double(), real_rows.sum().double()
-        )
+        counted = real_rows[:, None, :, None]
+        squares = _squared_norms(weights * counted, values.float())
+        squares = squares if partition is None else partition.gather(squares, 0)
+        return Samples(_products(all_weights * counted).double(), squares.double(), real_rows.sum().double())
 
 
 def _products(weights: Tensor) -> Tensor:

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from ..attention.stats import HeadStats, join_queries
 from ..models.watching import Layer
+from ..models.watching.known_modules import SplitSequenceReading
 from .alarms import LayerKey, Values
-from .sampling import Samples, sample
+from .sampling import Samples, no_samples, sample
 from .statistics import EXACT
 from .training_log import LoggedLayer
 
@@ -36,10 +37,16 @@ class LayerTotals:
     def values(self) -> Values:
         """One number per head and statistic."""
         rows = {name: self.stats[name] for name in EXACT if name in self.stats}
-        rows["output"] = self.samples.outputs()
-        if self.layer.heads > 1:
+        if self.samples.queries > 0:
+            rows["output"] = self.samples.outputs()
+        if self.has_twins:
             rows["twin"] = self.samples.twins()[0]
         return {name: row.double().tolist() for name, row in rows.items()}
+
+    @property
+    def has_twins(self) -> bool:
+        """Whether heads of the layer were compared."""
+        return self.layer.heads > 1 and bool(self.samples.queries > 0)
 
     def twins(self) -> list[int]:
         """The most similar head of the layer, for every head."""
@@ -61,7 +68,15 @@ class StepTotals:
         if not self.model.training or not runs:
             return
         logged = LoggedLayer(layer.kind, layer.index, layer.name, layer.heads.query, layer.heads.kv)
-        new = LayerTotals(logged, _total(runs[-1]), sample(reading, real))
+        partition = layer.partition
+        stats = _total(runs[-1]) if partition is None else partition.gather_stats(_total(runs[-1]))
+        if isinstance(reading, SplitSequenceReading):
+            samples = no_samples(layer.heads.query)
+            for statistic in ("output", "twin"):
+                self.absent.setdefault((statistic, "no rank has all keys of a split sequence"), layer.name)
+        else:
+            samples = sample(reading, real, partition)
+        new = LayerTotals(logged, stats, samples)
         for statistic, reason in layer.absent.items():
             if statistic in EXACT:
                 self.absent.setdefault((statistic, reason), layer.name)

@@ -44,6 +44,16 @@ class SplitSequenceAttention(MultiHeadAttention):
     mesh: DeviceMesh | None
     timeout: float | None
 
+    @property
+    def ranks(self) -> Ranks:
+        """Those that have the tokens."""
+        return ranks_of(self.mesh, self.timeout)
+
+    def real_tokens(self, query: Tensor, lengths: Tensor) -> Tensor:
+        """(B, tokens here) bool: which of this rank's tokens lie within the lengths (B,) of the whole sequences."""
+        counts = _agreed_counts.get() or self.ranks.agree("the lengths of sequences", "here", number=query.shape[1])
+        return positions_of_counts(counts, self.ranks.rank, self.zigzag).to(lengths.device) < lengths[:, None]
+
     def forward(
         self,
         query: Tensor,

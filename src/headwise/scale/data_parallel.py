@@ -20,6 +20,8 @@ from torch import nn
 from ..errors import HeadwiseError, UnsupportedError
 from ..models.fingerprint import batches_fingerprint, fingerprint, tokenizer_fingerprint
 from ..models.loading.resolve import resolve
+from ..models.structure import attention_sites
+from ..models.structure.partition import check_whole_weights
 from ..models.structure.wrappers import inner_model
 from ..prune import HeadScores
 from ..prune.attention_layers import UNITS
@@ -98,7 +100,7 @@ def atlas(
         options["name"], model, tokenizer = resolve(model, tokenizer, options.get("name"))
         content.update(
             {
-                "task": "atlas", "number of ranks": str(ranks.count), "model": fingerprint(model),
+                "task": "atlas", "number of ranks": str(ranks.count), "model": _fingerprint_model(model),
                 "tokenizer": tokenizer_fingerprint(tokenizer), "corpus": _fingerprint_texts(texts, resume is not None),
                 **{f"option {name}": _describe_option(x) for name, x in sorted(options.items()) if x is not None},
             }
@@ -164,7 +166,7 @@ def importance(
             {
                 "task": f"importance, {score} of {unit}s",
                 "number of ranks": str(ranks.count),
-                "model": fingerprint(model),
+                "model": _fingerprint_model(model),
                 "batches": f"{len(all_batches)}, digest {batches_fingerprint(all_batches)}",
                 **{f"option {name}": _describe_option(value) for name, value in sorted(all_options.items())},
             }
@@ -240,7 +242,7 @@ def context_need(
         content.update(
             {
                 "task": "context need",
-                "model": fingerprint(model),
+                "model": _fingerprint_model(model),
                 "batches": f"{len(all_batches)}, digest {batches_fingerprint(all_batches)}",
                 **{f"option {name}": repr(value) for name, value in settings.to_json().items()},
             }
@@ -294,6 +296,13 @@ def _is_finished(part: Path) -> bool:
 
 def _sums_file(part: Path) -> Path:
     return Path(os.fspath(part) + SUMS)
+
+
+def _fingerprint_model(model: Any) -> str:
+    """The fingerprint of a model that every rank has whole."""
+    inner = inner_model(model)
+    check_whole_weights(inner, attention_sites(inner), "divide a corpus over the ranks of")
+    return fingerprint(model)
 
 
 def _fingerprint_texts(texts: Any, resumable: bool) -> str:

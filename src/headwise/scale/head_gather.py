@@ -17,30 +17,58 @@ class _GatherHeads(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, plan: HeadPlan, ranks: Ranks, dim: int) -> Tensor:
-        counts = [len(share.query) for share in plan.shares]
-        local = range(sum(counts[: ranks.rank]), sum(counts[: ranks.rank + 1]))
-        ctx.local, ctx.dim, ctx.slots = local, dim, x.shape[dim]
-        shape = list(x.shape)
-        shape[dim] = max(counts)
-        padded = x.new_zeros(shape)
-        padded.narrow(dim, 0, len(local)).copy_(x.narrow(dim, 0, len(local)))
-        parts = ranks.all_gather(padded)
-        return torch.cat([part.narrow(dim, 0, count) for part, count in zip(parts, counts, strict=True)], dim)
+        ctx.arguments = plan, ranks, dim
+        return _all_heads(x, plan, ranks, dim)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        local_grad = grad.narrow(ctx.dim, ctx.local.start, len(ctx.local))
-        if not ctx.local:  # the head of zeros of an idle rank
-            shape = list(grad.shape)
-            shape[ctx.dim] = ctx.slots
-            local_grad = grad.new_zeros(shape)
-        return local_grad, None, None, None
+        return _own_heads(grad, *ctx.arguments), None, None, None
+
+
+class _TakeHeads(torch.autograd.Function):
+    """Each rank goes on with its own heads of a tensor that all have, and all get the gradient of the whole."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, plan: HeadPlan, ranks: Ranks, dim: int) -> Tensor:
+        ctx.arguments = plan, ranks, dim
+        return _own_heads(x, plan, ranks, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _all_heads(grad, *ctx.arguments), None, None, None
+
+
+def _all_heads(x: Tensor, plan: HeadPlan, ranks: Ranks, dim: int) -> Tensor:
+    counts = [len(share.query) for share in plan.shares]
+    own = counts[ranks.rank]
+    shape = list(x.shape)
+    shape[dim] = max(counts)
+    padded = x.new_zeros(shape)
+    padded.narrow(dim, 0, own).copy_(x.narrow(dim, 0, own))
+    parts = ranks.all_gather(padded)
+    return torch.cat([part.narrow(dim, 0, count) for part, count in zip(parts, counts, strict=True)], dim)
+
+
+def _own_heads(x: Tensor, plan: HeadPlan, ranks: Ranks, dim: int) -> Tensor:
+    """A rank without heads gets one of zeros."""
+    own = plan.shares[ranks.rank].query
+    if own:
+        return x.narrow(dim, own.start, len(own)).contiguous()
+    shape = list(x.shape)
+    shape[dim] = 1
+    return x.new_zeros(shape)
 
 
 def gather_heads(x: Tensor, plan: HeadPlan, ranks: Ranks, dim: int = 1) -> Tensor:
     """A tensor of this rank's heads in dimension `dim` -> of all heads, in order, on every rank."""
     all_heads: Tensor = _GatherHeads.apply(x, plan, ranks, dim)
     return all_heads
+
+
+def take_heads(x: Tensor, plan: HeadPlan, ranks: Ranks, dim: int = 1) -> Tensor:
+    """A tensor of all heads in dimension `dim`, the same on every rank -> of this rank's heads."""
+    own_heads: Tensor = _TakeHeads.apply(x, plan, ranks, dim)
+    return own_heads
 
 
 def gather_stats(stats: HeadStats, plan: HeadPlan, ranks: Ranks) -> HeadStats:

@@ -35,6 +35,7 @@ from .parallel_linear import (
     split_by_input,
     split_by_output,
 )
+from .partitions import HeadPartition
 from .ranks import Ranks, ranks_of
 from .replicated_modules import replicate_parameters
 from .row_plan import RowPlan, chunk_ranges
@@ -76,6 +77,11 @@ class SplitAttention(MultiHeadAttention):
     def stats(self, query: Tensor, key: Tensor | None = None, value: Tensor | None = None, **options: Any) -> HeadStats:
         """As MultiHeadAttention.stats, of all heads, on every rank."""
         return gather_stats(super().stats(query, key, value, **options), self.plan, self.ranks)
+
+    @property
+    def partition(self) -> HeadPartition:
+        """How to get at the heads of all ranks."""
+        return HeadPartition(self.plan, self.ranks)
 
     def prune_heads(self, heads: Any) -> MultiHeadAttention:
         raise UnsupportedError("this attention is split over ranks; prune the whole one and split what is left")

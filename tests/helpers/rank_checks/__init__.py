@@ -15,5 +15,6 @@ from . import (  # noqa: F401
     tensor_parallel,
     training,
     transformers_models,
+    watching,
 )
 from .registry import CHECKS as CHECKS

@@ -7,11 +7,14 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import headwise
 from headwise import Recorder
 from headwise.attention.stats import HeadStats
+from headwise.models.structure import attention_sites
 from headwise.recorder import Thresholds, TrainingLog
 from headwise.recorder.rank_totals import reduce_totals
 from headwise.recorder.sampling import Samples
@@ -22,6 +25,13 @@ from helpers.torchrun import assert_error
 from helpers.training import CLOSE, batches, small_gpt2
 
 from .registry import check
+from .watching import decoder, split_models
+
+
+def one_rank(ranks: Ranks) -> DeviceMesh:
+    """A mesh of this rank alone."""
+    groups = [dist.new_group([rank]) for rank in range(ranks.count)]
+    return DeviceMesh.from_group(groups[ranks.rank], "cpu")
 
 
 def one_step(model: Any, inputs: list[torch.Tensor], **options: Any) -> Recorder:
@@ -111,7 +121,69 @@ def layers_with_other_heads_on_another_rank_are_refused(ranks: Ranks, folder: Pa
     assert_error(lambda: reduce_totals(own, ranks), "self layer 0 has 2 heads on one rank and 3 on another")
 
 
+def recorded(model: Any, inputs: list[torch.Tensor], **options: Any) -> Any:
+    """The entry of a step of any model, whose gradient is never used."""
+    model.train()
+    with Recorder(model, every=1, **options) as recorder:
+        for ids in inputs:
+            output = model(input_ids=ids) if hasattr(model, "config") else model(ids)
+            getattr(output, "logits", output).square().mean().backward()
+        torch.optim.SGD(model.parameters(), 0.0).step()
+    return recorder.entry
+
+
+def check_same_entries(got: Any, want: Any) -> None:
+    assert (got.passes, got.queries) == (want.passes, want.queries) and list(got.values) == list(want.values)
+    assert got.twins == want.twins
+    for key, values in want.values.items():
+        assert values.keys() == got.values[key].keys()
+        for name, row in values.items():
+            np.testing.assert_allclose(got.values[key][name], row, rtol=1e-5, atol=1e-6, err_msg=name)
+
+
 @check
-def a_recorder_of_a_split_model_is_refused(ranks: Ranks, folder: Path) -> None:
-    recorder = Recorder(headwise.scale.load_split(folder / "llama"), path=None)
-    assert_error(recorder.start, "each rank has other heads of a model that load_split split")
+def a_recorder_counts_each_split_head_once(ranks: Ranks, folder: Path) -> None:
+    ids = batches(2, seed=9)
+    for name in ("decoder (8, 4)", "decoder (5, 1)", "decoder (3, 3)", "llama"):
+        whole, split, _ = split_models(folder)[name]
+        inputs = [x % 31 for x in ids]
+        path = folder / f"split-{name.replace(' ', '')}.jsonl"
+        got = recorded(split, inputs, path=path, mesh=None)
+        want = recorded(whole, inputs, path=None, mesh=one_rank(ranks))
+        check_same_entries(got, want)
+        if ranks.first:
+            [layer, _, *_] = TrainingLog.load(path).header.layers
+            assert layer.heads == headwise.models.structure.query_heads(whole, attention_sites(whole)[0])
+
+
+@check
+def a_recorder_gathers_split_heads_and_sums_over_data_parallel_ranks(ranks: Ranks, folder: Path) -> None:
+    if ranks.count < 4:
+        return
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    inputs = [x % 31 for x in batches(2, seed=4)]
+    want = recorded(decoder(5, 5), inputs, path=None, mesh=one_rank(ranks))
+    for recorder_mesh in (None, mesh["dp"]):
+        for wrap in (lambda model: model, lambda model: fully_shard(model, mesh=mesh["dp"])):
+            split = wrap(headwise.scale.split_heads(decoder(5, 5), mesh["tp"]))
+            path = folder / "both.jsonl"
+            got = recorded(split, [inputs[mesh["dp"].get_local_rank()]], path=path, mesh=recorder_mesh)
+            check_same_entries(got, want)
+            ranks.barrier("the log")
+            if ranks.first:
+                assert TrainingLog.load(path).steps == [1], "one rank writes"
+                path.unlink()
+            ranks.barrier("the log is gone")
+
+
+@check
+def a_recorder_counts_the_tokens_of_a_split_sequence_once(ranks: Ranks, folder: Path) -> None:
+    ids = torch.arange(2 * 19).view(2, 19) * 5 % 31
+    want = recorded(decoder(6, 3), [ids], path=None, mesh=one_rank(ranks))
+    local = headwise.scale.shard_sequence(ids, 1)
+    got = recorded(headwise.scale.split_sequence(decoder(6, 3)), [local], path=folder / "tokens.jsonl")
+    for key, values in want.values.items():
+        values.pop("output"), values.pop("twin")
+        want.twins.pop(key)
+    check_same_entries(got, want)
+    assert set(got.queries.values()) == {38}

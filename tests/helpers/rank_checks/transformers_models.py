@@ -16,7 +16,8 @@ from .registry import check
 
 
 def save_models(folder: Path) -> None:
-    """Small models of random weights: one whose heads divide by 2 and 4, one whose heads do not, one without a plan."""
+    """Small models of random weights: some whose heads divide by 2 and 4 (Phi-3 attends with all heads on each rank),
+    one whose heads do not, one without a plan."""
     import transformers
 
     size: dict[str, Any] = {"hidden_size": 48, "intermediate_size": 53, "num_hidden_layers": 3, "vocab_size": 61}
@@ -24,6 +25,9 @@ def save_models(folder: Path) -> None:
     for name, config in {
         "llama": transformers.LlamaConfig(num_attention_heads=8, num_key_value_heads=4, **size),
         "qwen": transformers.Qwen3Config(num_attention_heads=12, num_key_value_heads=12, head_dim=6, **size),
+        "phi": transformers.Phi3Config(
+            num_attention_heads=8, num_key_value_heads=4, pad_token_id=0, eos_token_id=1, **size
+        ),
         "odd": transformers.LlamaConfig(num_attention_heads=6, num_key_value_heads=3, **size),
         "bert": transformers.BertConfig(num_attention_heads=4, **size),
     }.items():

@@ -115,6 +115,7 @@ class MultiHeadAttention(nn.Module):
     """
 
     is_split = False  # whether this process holds a part of its heads or tokens
+    partition: Any = None  # of a module whose heads are split over processes: how to get at all of them
 
     def __init__(
         self,
@@ -165,6 +166,11 @@ class MultiHeadAttention(nn.Module):
         self.k_norm = NORMS[qk_norm](self.heads.dim, eps=1e-6, **factory) if qk_norm else None
         self.sinks = nn.Parameter(torch.zeros(num_heads, **factory)) if sinks else None
         self.reset_parameters()
+
+    @property
+    def whole_heads(self) -> Heads:
+        """Those of all processes, where `heads` are this process's."""
+        return self.heads if self.partition is None else self.partition.heads
 
     def reset_parameters(self) -> None:
         """Set Glorot-uniform weights, zero biases and zero sinks."""

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ...errors import UnsupportedError
 from ..hooks import Hooks, check_values
 from ..passes import PassTracker
+from ..structure.partition import check_whole
 from ..structure.sites import Site, attention_sites, check_watchable, first_per_module
 from ..watching.call_reader import ModelCall
 from ..watching.sources import Answer, Function, KnownCall, Sources
@@ -56,6 +57,7 @@ def attention_calls(model: nn.Module, function: CallFunction, *, sites: Sequence
     """
     all_sites = attention_sites(model)
     check_watchable(model, all_sites)
+    check_whole(model, all_sites, "patch queries, keys, values or patterns of")
     for site in all_sites if sites is None else sites:
         if site.source == "function":
             raise UnsupportedError(

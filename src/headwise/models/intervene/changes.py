@@ -15,6 +15,7 @@ from ...errors import HeadwiseError, ShapeError
 from ..hooks import check_values
 from ..passes import in_backward
 from ..structure.heads import head_numbers, query_heads
+from ..structure.partition import check_whole_tokens
 from ..structure.sites import ByLayer, Site, find_site
 
 HeadChoice = int | Iterable[int] | Tensor  # head numbers, or gates (H,)
@@ -130,6 +131,8 @@ def _change_layer(model: nn.Module, site: Site, choice: Any, value: Value) -> He
         if tuple(choice.shape) != (count,):
             raise ShapeError(f"gates of {site} have shape {tuple(choice.shape)}; ({count},) is expected, one per head")
         return HeadChange(site, count, [], gates=lambda: choice)
+    if isinstance(value, str) and value == "mean":
+        check_whole_tokens(model, [site], "put means over tokens into")
     return HeadChange(site, count, sorted(set(head_numbers(site, choice, count))), value=value)
 
 

@@ -15,6 +15,7 @@ from ..batches import run
 from ..hooks import Hooks
 from ..passes import PassTracker
 from ..structure.heads import query_heads
+from ..structure.partition import check_whole_tokens
 from ..structure.sites import Site, attention_sites, first_per_module
 
 # (site, heads (..., H, head width), real tokens (B, T) or None) -> the heads, changed, or None to leave them
@@ -38,6 +39,7 @@ def head_outputs(
         UnsupportedError: at the end of a pass in which a layer did not call its W_O.
     """
     all_sites = attention_sites(model)
+    check_whole_tokens(model, all_sites, doing)
     hooks = Hooks(model, [site.module for site in all_sites], doing)
     tracker = PassTracker(model, all_sites, hooks, awaits="W_O", consequence="what its heads give cannot be seen")
     first_sites = first_per_module(all_sites if sites is None else sites)

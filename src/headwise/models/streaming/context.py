@@ -12,6 +12,7 @@ from ...errors import HeadwiseError, UnsupportedError
 from ...plans import StreamPlan
 from ..hooks import Hooks, check_values
 from ..passes import PassTracker
+from ..structure.partition import check_whole
 from ..structure.sites import Site, attention_sites, check_watchable, first_per_module
 from ..structure.wrappers import inner_model
 from ..text_inputs import is_encoder_decoder
@@ -66,6 +67,7 @@ def streaming(model: nn.Module, plan: StreamPlan | None = None) -> Streaming | D
         raise HeadwiseError(
             f"this {type(model).__name__} was not loaded with a plan; give one, headwise.streaming(model, plan)"
         )
+    check_whole(model, attention_sites(model), "stream heads of")
     check_plan(model, plan)
     if isinstance(model, Decoder):
         return DecoderStreaming(model, plan)

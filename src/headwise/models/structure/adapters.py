@@ -51,7 +51,9 @@ class Adapter:
 _lock = threading.RLock()
 _pending = [True]  # whether the entry points have to be loaded
 _adapters: dict[type, Adapter] = {
-    MultiHeadAttention: Adapter("W_O", "heads.query", "heads.kv", query="W_Q", key="W_K", value="W_V", source="module"),
+    MultiHeadAttention: Adapter(
+        "W_O", "whole_heads.query", "whole_heads.kv", query="W_Q", key="W_K", value="W_V", source="module"
+    ),
     nn.MultiheadAttention: Adapter("out_proj", "num_heads", source="module"),  # W_Q, W_K, W_V are no modules
 }
 

@@ -67,7 +67,10 @@ class Projections:
 
 
 def projections(model: nn.Module, site: Site) -> Projections:
-    """Where a site's W_Q, W_K, W_V and W_O are; refused by name where removing a head would not be exact."""
+    """Where a site's W_Q, W_K, W_V and W_O are; refused by name where removing a head would not be exact.
+
+    Ranks may have parts of the weights: who reads their values checks that, or takes the `whole_weight`.
+    """
     layer = find_projections(model, site)
     _check_other_parameters(layer)
     return layer
@@ -126,7 +129,7 @@ def refusal(site: Site, reason: str, alternative: str = "") -> ProjectionsError:
 
 def check_zeroable(site: Site, out: nn.Module) -> None:
     """Refuse a W_O without a matrix of its own, whose columns could be set to zero."""
-    if problem := weight_problem(out):
+    if problem := weight_problem(out, values=False):
         reason, remedy = problem
         raise UnsupportedError(
             f"heads of {type(site.module).__name__} (at {site.place}) can neither be cut out nor zeroed: its W_O, "
@@ -228,11 +231,11 @@ def _per_head(site: Site, query: int, kv: int) -> Iterator[tuple[str, tuple[int,
 
 
 def _check_linear(site: Site, linear: nn.Module) -> None:
-    if problem := weight_problem(linear):
+    if problem := weight_problem(linear, values=False):
         reason, remedy = problem
         raise refusal(site, f"{type(linear).__name__} is not a plain linear layer ({reason}); {remedy}", "or ")
     plain_forward = type(linear).forward is nn.Linear.forward or type(linear).__module__.startswith(
-        "transformers.models."
+        ("transformers.models.", "headwise.scale.")
     )
     if type(linear).__name__ != "Conv1D" and not (isinstance(linear, nn.Linear) and plain_forward):
         raise refusal(site, f"{type(linear).__name__} is not a plain linear layer (its code is its own)")

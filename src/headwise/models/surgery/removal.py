@@ -18,6 +18,7 @@ from ..structure.discovery import ModuleClass
 from ..structure.heads import head_numbers, input_width, query_heads, w_o
 from ..structure.linear_layers import row_dim
 from ..structure.observed import copy_layers, forget_layers
+from ..structure.partition import check_whole
 from ..structure.projections import Projections, check_zeroable, layer_shapes, projections, refusal
 from ..structure.sites import ByLayer, Site, attention_sites, find_site, first_per_module, require_sites
 from ..structure.wrappers import is_sharded
@@ -258,6 +259,11 @@ def copy_for_surgery(model: Model) -> Model:
         raise UnsupportedError(
             f"{type(model).__name__} is sharded by FSDP, so that no rank has all weights of a head; change the model "
             "before it is sharded"
+        )
+    check_whole(model, attention_sites(model), "change")
+    if any(hasattr(x, "device_mesh") for x in model.parameters()):
+        raise UnsupportedError(
+            f"{type(model).__name__} has weights that are DTensors; change the model before it is distributed"
         )
     try:
         duplicate: Model = in_memory(model)

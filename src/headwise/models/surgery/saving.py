@@ -22,7 +22,8 @@ from ..multihead import plain_class
 from ..streaming.saved_plan import FILE as PLAN_FILE
 from ..streaming.saved_plan import plan_to_save
 from ..structure.linear_layers import wrapping_problem
-from ..structure.sites import require_sites
+from ..structure.partition import check_whole_weights
+from ..structure.sites import attention_sites, require_sites
 from .directory_files import copy_other_files, has_source_weights, source_folder
 from .dummy_inputs import TOKENS, close, difference, dummy_inputs
 from .gguf_model import Precision, check_precision, write_gguf
@@ -276,6 +277,7 @@ def _check_folder(folder: Path, overwrite: bool) -> None:
 
 def _check_plain_modules(model: nn.Module) -> None:
     """Refuse a model whose state dict, under the names of its class, is not all that it computes with."""
+    check_whole_weights(model, attention_sites(model), "save")
     for path, module in model.named_modules():
         if problem := wrapping_problem(module):
             reason, remedy = problem

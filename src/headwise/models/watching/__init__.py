@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from .returned_weights import output_attentions as output_attentions
     from .watcher import Watch as Watch
     from .watcher import watch as watch
+    from .watcher import watch_calls as watch_calls
 
 _MODULES = {
     "CallObserver": "request",
@@ -37,6 +38,7 @@ _MODULES = {
     "WatchOptions": "request",
     "output_attentions": "returned_weights",
     "watch": "watcher",
+    "watch_calls": "watcher",
 }
 
 __all__ = [*_MODULES]

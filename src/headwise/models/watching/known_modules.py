@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,29 +14,28 @@ from ...attention import functional
 from ...attention.nn import module as own
 from ...attention.nn.kv_cache import KVCache, MemoryCache, SlidingCache
 from ...attention.nn.module import MultiHeadAttention, Projected
-from ...errors import UnsupportedError
+from ...attention.stats import HeadStats
 from .. import multihead
 from ..multihead import Attended, MultiheadCall
 from ..padding import real_queries
+from ..structure.partition import splits_tokens
 from .call_reader import Reading
 from .sources import KnownCall, Watched, Watcher, pass_through
 
 _lock = threading.RLock()
 _watched = Watched()
+_split_hooks: dict[nn.Module, Any] = {}  # of modules that have some tokens of each sequence
 
 
 def install(modules: list[nn.Module], watcher: Watcher) -> None:
     """From now on the watcher sees the calls of these modules."""
-    for module in modules:
-        if isinstance(module, MultiHeadAttention) and module.is_split:
-            raise UnsupportedError(
-                f"{type(module).__name__} holds a part of its heads or tokens on each rank and cannot be watched; "
-                "its stats(...) are of all ranks"
-            )
     with _lock:
         _watched.add(modules, watcher)
         for module in modules:
-            if isinstance(module, MultiHeadAttention):
+            if splits_tokens(module):
+                if module not in _split_hooks:
+                    _split_hooks[module] = module.register_forward_hook(_observe_split, with_kwargs=True)
+            elif isinstance(module, MultiHeadAttention):
                 own.observers[module] = _observe_own
             else:
                 multihead.observers[module] = _observe_torch
@@ -49,6 +49,8 @@ def remove(modules: list[nn.Module], watcher: Watcher) -> None:
             if module not in _watched:
                 own.observers.pop(module, None)
                 multihead.observers.pop(module, None)
+                if module in _split_hooks:
+                    _split_hooks.pop(module).remove()
 
 
 # ---- headwise's own module
@@ -93,6 +95,65 @@ def _tokens_before(cache: KVCache | None, queries: int) -> int:
     if cache is None:
         return 0
     return (cache.queries if isinstance(cache, MemoryCache) else cache.length) - queries
+
+
+# ---- headwise's own module over a sequence that is split over processes
+
+
+@dataclass(frozen=True)
+class SplitSequenceReading:
+    """A call of which this process has some tokens; statistics are of the whole sequences."""
+
+    module: Any  # scale's SplitSequenceAttention
+    query: Tensor  # (B, tokens here, d_model)
+    options: dict[str, Any]
+
+    @property
+    def absent(self) -> dict[str, str]:
+        """Statistics that this reading does not give, and why."""
+        return {}
+
+    @property
+    def q(self) -> Tensor:
+        """A tensor of the shape of the queries; only its shape is meant."""
+        return self._shape_of(self.module.heads.query)
+
+    @property
+    def k(self) -> Tensor:
+        """As q."""
+        return self._shape_of(self.module.heads.kv)
+
+    @property
+    def v(self) -> Tensor:
+        """As q."""
+        return self._shape_of(self.module.heads.kv)
+
+    @property
+    def keys(self) -> int:
+        """How many keys are here."""
+        return self.query.shape[1]
+
+    def stats(self, real: Tensor | None, classes: dict[str, Tensor]) -> HeadStats:
+        """Exact statistics of every head over all processes."""
+        stats: HeadStats = self.module.stats(self.query, queries=real, classes=classes, **self.options)
+        return stats
+
+    def _shape_of(self, heads: int) -> Tensor:
+        batch, tokens = self.query.shape[:2]
+        return self.query.detach().new_zeros(()).expand(batch, heads, tokens, self.module.heads.dim)
+
+
+def _observe_split(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    """Show a call of a split sequence to its watchers, which leave its output as it is."""
+    watchers = _watched.of(module)
+    if not watchers:
+        return
+    query: Tensor = args[0] if args else kwargs["query"]
+    options = {name: x for name, x in kwargs.items() if name not in ("query", "key", "value", "need_weights")}
+    lengths = options.get("lengths")
+    real = None if lengths is None else module.real_tokens(query, lengths)
+    reading: Any = SplitSequenceReading(module, query, options)
+    pass_through(watchers, KnownCall(module, reading, real=real), lambda call: output)
 
 
 # ---- nn.MultiheadAttention

@@ -12,6 +12,8 @@ from torch import Tensor
 from ...attention.stats import HeadStats, concatenate, join_queries, select_sequences
 from ...errors import HeadwiseError
 from ...heads import Heads
+from ..structure.partition import Partition
+from ..structure.selection import HeadChoice
 
 T = TypeVar("T")
 
@@ -86,6 +88,7 @@ class Layer:
     all_outputs: list[Tensor | HeadRows] = field(default_factory=list)
     all_links: list[Links] = field(default_factory=list)
     requested_links: int = 0  # per query
+    partition: Partition | None = field(default=None, repr=False)  # until heads of other processes are gathered
     runs: list[Run] = field(default_factory=list)
 
     @property
@@ -95,6 +98,7 @@ class Layer:
     @property
     def stats(self) -> HeadStats:
         """Statistics of all queries."""
+        self._check_gathered()
         stats = _join([run.all for run in self.runs])
         if stats is None:
             raise HeadwiseError("no statistics were kept; watch with stats=True")
@@ -103,16 +107,19 @@ class Layer:
     @property
     def prefill(self) -> HeadStats | None:
         """Statistics of queries that follow no cached key."""
+        self._check_gathered()
         return _join([run.prefill for run in self.runs])
 
     @property
     def decode(self) -> HeadStats | None:
         """Statistics of queries that follow a cached key."""
+        self._check_gathered()
         return _join([run.decode for run in self.runs])
 
     @property
     def weights(self) -> Tensor | HeadRows:
         """Weights of the last call: (B, H, Tq, Tk), or `HeadRows` where heads were chosen."""
+        self._check_gathered()
         return _last(self.all_weights, "weights", "weights=True")
 
     @property
@@ -122,6 +129,7 @@ class Layer:
 
     def links(self, k: int) -> Links:
         """The k strongest keys of every query in the last call, and their weights."""
+        self._check_gathered()
         links = _last(self.all_links, "links", f"links={k}")
         available = links.keys.shape[-1]
         if k > available < self.requested_links:
@@ -147,6 +155,33 @@ class Layer:
             select_sequences(stats, mask) if bool(mask.any()) else None for mask in (~is_decoding, is_decoding)
         )
         self.runs.append(Run(stats, prefill, decode, packed=True))
+
+    def describe(self) -> str:
+        """What was recorded of it, which must be the same on all processes before they gather it."""
+        runs = [f"{len(run.all.count)} sequences, {' '.join(run.all.names)}" for run in self.runs]
+        tensors: list[Any] = [*self.all_weights, *(links.keys for links in self.all_links)]
+        shapes = ["x".join(map(str, (*x.shape[:1], *x.shape[2:]))) for x in tensors]  # without heads
+        return f"{self.kind} {self.index}: {', '.join([*runs, *shapes])}"
+
+    def gather(self, chosen: HeadChoice | None) -> None:
+        """Gather the heads of all processes. chosen: those whose weights are kept."""
+        partition = self.partition
+        if partition is None:
+            return
+        self.runs = [run.changed(partition.gather_stats) for run in self.runs]
+        by_call = zip(self.all_weights, self.all_rows, strict=True)
+        self.all_weights = [
+            x if chosen is True or chosen is None else HeadRows(x[:, chosen], chosen, rows)
+            for x, rows in ((partition.gather(x), rows) for x, rows in by_call)  # type: ignore[arg-type]
+        ]
+        self.all_links = [Links(*(partition.gather(x) for x in links)) for links in self.all_links]
+        self.partition = None
+
+    def _check_gathered(self) -> None:
+        if self.partition is not None:
+            raise HeadwiseError(
+                f"this process has some heads of {self.name} alone; those of all are gathered at the end of the `with`"
+            )
 
     def __repr__(self) -> str:
         return f"Layer({self.kind} {self.index}, {self.heads.query} heads, {self.name})"

@@ -11,6 +11,7 @@ from ...attention.stats import SHARE, HeadStats
 from ...errors import HeadwiseError, UnsupportedError
 from ...heads import Heads
 from ..structure.heads import w_o
+from ..structure.partition import head_partition
 from ..structure.selection import HeadChoice
 from ..structure.sites import Site
 from .call_reader import Reading
@@ -49,7 +50,8 @@ class Recording:
         if heads is not None:
             rows = self._rows(reading)
             layer.all_rows.append(rows)
-            layer.all_weights.append(self._weights(reading, heads, rows, context.keys))
+            local_heads = heads if layer.partition is None else True  # numbers are those of the whole layer
+            layer.all_weights.append(self._weights(reading, local_heads, rows, context.keys))
         if request.links:
             layer.requested_links = request.links
             layer.all_links.append(Links(*reading.links(request.links)))
@@ -144,8 +146,13 @@ class Recording:
             width = _output_width(w_o(self.model, site)[1])
         except UnsupportedError:
             width = query * reading.v.shape[3]
+        partition = head_partition(self.model, site)
+        if partition is not None and partition.is_whole(query):
+            partition = None
+        if partition is not None:
+            query, kv = partition.heads.query, partition.heads.kv
         heads = Heads(width, query, kv, reading.q.shape[3], reading.v.shape[3])
-        layer = self.layers[site] = Layer(site.kind, site.index, site.name, heads, site.source)
+        layer = self.layers[site] = Layer(site.kind, site.index, site.name, heads, site.source, partition=partition)
         return layer
 
 

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from ...attention.stats import HeadStats
-from ...errors import HeadwiseError, UnsupportedError
+from ...errors import HeadwiseError, RankError, UnsupportedError
 from ..hooks import Hooks, check_values
 from ..passes import PassTracker, in_backward
 from ..register import NAME
+from ..structure.partition import RankGroup, check_whole, check_whole_tokens, head_partition, splits_tokens
 from ..structure.selection import LayerChoice
 from ..structure.sites import (
     Key,
@@ -94,15 +95,28 @@ def watch(
         model, sites, weights=weights, outputs=outputs, rows=rows, links=links, classes=classes, exact=exact,
         stats=stats, each=each,
     )  # fmt: skip
+    if each is not None:
+        check_whole(model, sites, "call each= while watching")
     return Watch(model, sites, request)
+
+
+def watch_calls(model: nn.Module, each: CallObserver, exact: bool) -> Watch:
+    """watch for an observer that gathers the heads of split layers itself: their `partition` is not None."""
+    model = inner_model(model)
+    sites = attention_sites(model)
+    check_watchable(model, sites)
+    return Watch(model, sites, Request.of(model, sites, exact=exact, each=each))
 
 
 class Watch:
     """A watched model, and what was recorded of it."""
 
     def __init__(self, model: nn.Module, sites: list[Site], request: Request) -> None:
+        if request.weights or request.outputs or request.links:
+            check_whole_tokens(model, sites, "watch more than statistics of")
         self.model = model
         self.recording = Recording(model, request)
+        self.rank_groups = _rank_groups(model, sites)
         self._request = request
         self._modules = [site.module for site in first_per_module(sites) if site.source != "function"]
         self._sources = Sources(sites, self)
@@ -155,11 +169,28 @@ class Watch:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        if error is not None:
+            self.close()
+            for group in self.rank_groups:
+                if isinstance(error, Exception) and not isinstance(error, RankError):
+                    group.report_failure("what was watched", error)
+        elif not self.rank_groups:
+            self._finish()
+        else:
+            for group in self.rank_groups:
+                group.agree("what was watched", self._finish)
+            for site, layer in self.recording.layers.items():
+                layer.gather(self._request.weights.heads(site))
+
+    def close(self) -> list[Site]:
+        """Take the hooks off, and check and gather nothing; the layers that were called and not seen."""
         self._hooks.remove()
         self._pass.reset()
-        missed = self._tracker.reset()
-        if error is not None:
-            return
+        return self._tracker.reset()
+
+    def _finish(self) -> str:
+        """Take the hooks off and check what was recorded; what all processes that split the heads must have."""
+        missed = self.close()
         self.recording.check_rows()
         if missed:
             raise self._tracker.missed_error(missed[0])
@@ -172,6 +203,7 @@ class Watch:
                 f"{type(self.model).__name__} ran, but none of its attention layers {missing}; its heads cannot be "
                 f"watched{candidates}"
             )
+        return "; ".join(layer.describe() for layer in self.layers if layer.partition is not None)
 
     def _stop(self) -> None:
         self._sources.remove()
@@ -300,6 +332,18 @@ class Watch:
         plain = call.implementation in ("sdpa", NAME) and not call.options.get("output_attentions")
         permitted = plain and not self._request.exact and self._request.stats and not call.dropout
         return permitted and reading.in_one_pass()
+
+
+def _rank_groups(model: nn.Module, sites: list[Site]) -> list[RankGroup]:
+    """The processes that heads or tokens of a model are split over: one group as a rule, none where all are here."""
+    groups: dict[RankGroup, None] = {}
+    for site in first_per_module(sites):
+        partition = head_partition(model, site)
+        if partition is not None:
+            groups[partition.ranks] = None
+        elif splits_tokens(site.module):
+            groups[site.module.ranks] = None  # type: ignore[index]  # of scale's SplitSequenceAttention
+    return list(groups)
 
 
 def _readings(call: ModelCall, context: CallContext, eager: Function) -> tuple[Reading, EagerReading]:

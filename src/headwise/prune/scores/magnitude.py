@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 from torch import Tensor
 
+from ...models.structure.linear_layers import whole_weight
 from ...models.structure.projections import projections
 from ...models.structure.sites import Site
 from ..registry import score
@@ -22,11 +23,11 @@ def weight_norm(scoring: ScoringRun) -> list[np.ndarray]:
 def _squared_norms(scoring: ScoringRun, site: Site) -> Tensor:
     """(H,): the sum of squares of all weights of each query head."""
     layer = projections(scoring.model, site)
-    out = in_rows(layer.out, layer.out.get_parameter("weight").detach().float())
+    out = in_rows(layer.out, whole_weight(layer.out).float())
     squares = out.square().sum(0).view(layer.query, -1).sum(1)
     group = layer.query // layer.kv
     for part in layer.parts:
-        weight = in_rows(part.linear, part.linear.get_parameter("weight").detach().float())
+        weight = in_rows(part.linear, whole_weight(part.linear).float())
         blocks = part.layout(layer.query, layer.kv)
         block_squares = weight.square().sum(1).view(len(blocks), -1).sum(1)
         for (role, number), square in zip(blocks, block_squares, strict=True):
