@@ -6,6 +6,7 @@ fused kernel where that is exact (sdpa), blocks of query rows otherwise (blockwi
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +17,7 @@ from . import operators, validation  # operators imports this module: a recorded
 from .backends import blockwise, blockwise_stats, composite, sdpa
 from .backends.native import library
 from .backends.protocol import NO_EXTRA, Backend, ExtraOutputs, Outputs, StrongestKeys, apply_gates
+from .backends.row_sums import RowSums
 from .backends.triton import launch
 from .call import AttentionCall, StatsRequest
 from .stats import HeadStats
@@ -114,6 +116,31 @@ def attend_with_lse(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tup
     outputs = one_pass_backend(call).run(q, k, v, call, ExtraOutputs(lse=True))
     assert outputs.lse is not None  # it was requested
     return outputs.out, outputs.lse
+
+
+def attend_with_rows(
+    q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, classes: Mapping[str, Tensor], has_first: bool
+) -> tuple[Tensor, Tensor, RowSums]:
+    """The output of a call to some keys of longer sequences, each row's log-sum-exp, and its sums for statistics.
+
+    The call has no sinks, gates, mask or dropout. There are no gradients.
+
+    Args:
+        classes: {name: (B, Tk) bool}.
+        has_first: whether key 0 is the first of the sequences.
+    """
+    request = StatsRequest(classes=classes)
+    extra = ExtraOutputs(stats=request, lse=True, rows=True)
+    if why_not_one_pass(q, call, extra) is None:
+        outputs = one_pass_backend(call).run(q, k, v, call, extra)
+        assert outputs.lse is not None and outputs.rows is not None  # they were requested
+        if not has_first:
+            outputs.rows.single_keys[..., 0] = 0
+        return outputs.out, outputs.lse, outputs.rows
+    first = torch.full((call.size.batch,), 0 if has_first else -1, device=q.device)
+    out, rows = blockwise_stats.row_sums(q, k, v, call, first, request)
+    assert out is not None  # there are values
+    return out, blockwise.row_maximum(rows.largest, None) + rows.class_sums[..., 0].log(), rows
 
 
 def run_in_torch(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:

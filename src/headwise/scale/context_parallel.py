@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..attention import dispatch
 from ..attention.backends import blockwise, blockwise_stats
-from ..attention.backends.blockwise_stats import RowSums
+from ..attention.backends.row_sums import RowSums
 from ..attention.call import AttentionCall, StatsRequest, build_request
 from ..attention.options import Window, check_options
 from ..attention.stats import HeadStats
@@ -134,7 +134,7 @@ def ring_head_stats(
         out, _, rows = call.forward(q, k, v, sinks, class_masks)
         assert rows is not None
         if sinks is not None:
-            rows = partial_attention.rebase_rows(rows, blockwise.row_maximum(rows.largest, sinks))
+            rows.rebase(blockwise.row_maximum(rows.largest, sinks))
         stats = blockwise_stats.stats_from_rows(rows, sinks, StatsRequest(queries, class_masks))
         totals, largest = torch.stack([*stats.sums.values(), stats.count]), torch.stack([*stats.maxima.values()])
         has_nan = largest.isnan().to(largest.dtype)  # whether a maximum over ranks keeps NaN depends on the transport
@@ -254,9 +254,8 @@ class ContextParallelCall:
         dtype = blockwise.upcast(q[:0]).dtype
         out = torch.zeros(*q.shape[:3], v.shape[3], dtype=dtype, device=q.device)
         lse = torch.full(q.shape[:3], -torch.inf, dtype=dtype, device=q.device)
-        rows = None if classes is None else partial_attention.empty_rows(q, len(classes))
+        rows = None if classes is None else RowSums.empty(out, q.shape[:3], len(classes))
         members = None if not classes else torch.stack(list(classes.values()), 1).to(k.dtype)  # (B, classes, T)
-        first = torch.zeros(q.shape[0], dtype=torch.long, device=q.device)
         for step, block in KeyValueExchange(self.channel, q, k, v, members):
             for index, keys, call in self.parts(step, block, q):
                 assert block is not None
@@ -265,10 +264,10 @@ class ContextParallelCall:
                 else:
                     flags = [] if block.classes is None else block.classes.bool().unbind(1)
                     class_masks = dict(zip(classes or {}, flags, strict=True))
-                    part_out, part_lse, part_rows = partial_attention.attend_part_with_stats(
-                        q[index], block.k, block.v, call, first - keys.start, class_masks
+                    part_out, part_lse, part_rows = dispatch.attend_with_rows(
+                        q[index], block.k, block.v, call, class_masks, has_first=keys.start == 0
                     )
-                    _write_rows(rows, index, partial_attention.join_rows(_read_rows(rows, index), part_rows))
+                    rows.merge(index, part_rows)
                 partial_attention.merge_part(out[index], lse[index], part_out, part_lse)
         if sinks is not None:
             with_sinks = torch.logaddexp(lse, sinks.detach().to(dtype).view(1, -1, 1))
@@ -295,15 +294,6 @@ class ContextParallelCall:
             exchange.add(step, None if total is None else Block(total[0].to(dtype), total[1].to(dtype), None))
         exchange.finish()
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
-
-
-def _read_rows(rows: RowSums, index: Any) -> RowSums:
-    return RowSums(*(getattr(rows, name)[index] for name in RowSums.__dataclass_fields__))
-
-
-def _write_rows(rows: RowSums, index: Any, values: RowSums) -> None:
-    for name in RowSums.__dataclass_fields__:
-        getattr(rows, name)[index] = getattr(values, name)
 
 
 class _ContextParallelAttention(torch.autograd.Function):

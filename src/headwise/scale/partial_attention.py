@@ -10,10 +10,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..attention.backends import blockwise, blockwise_stats, sdpa
-from ..attention.backends.blockwise_stats import RowSums
-from ..attention.call import AttentionCall, StatsRequest, build_call
-from ..attention.stats import STEPS
+from ..attention.backends import blockwise, sdpa
+from ..attention.call import AttentionCall, build_call
 
 
 @dataclass(frozen=True)
@@ -110,46 +108,3 @@ def _backward_blockwise(
             )
             dv[key_index] += blockwise.group_rows(p, count).transpose(-1, -2) @ blockwise.group_rows(do, count)
     return PartGradients(dq.to(q.dtype), dk, dv)
-
-
-def attend_part_with_stats(
-    q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, first: Tensor, classes: dict[str, Tensor]
-) -> tuple[Tensor, Tensor, RowSums]:
-    """The output, the log-sum-exp, and the sums of every row for its statistics."""
-    out, rows = blockwise_stats.row_sums(q, k, v, call, first, StatsRequest(classes=classes))
-    assert out is not None  # there are values
-    return out, blockwise.row_maximum(rows.largest, None) + rows.class_sums[..., 0].log(), rows
-
-
-def join_rows(rows: RowSums, other: RowSums) -> RowSums:
-    """The sums of the same rows over two sets of keys."""
-    largest = torch.maximum(rows.largest, other.largest)
-    base = blockwise.row_maximum(largest, None)
-    a, b = rebase_rows(rows, base), rebase_rows(other, base)
-    return RowSums(
-        largest=largest,
-        largest_logit=torch.maximum(rows.largest_logit, other.largest_logit),
-        weighted_scores=a.weighted_scores + b.weighted_scores,
-        distances=a.distances + b.distances,
-        single_keys=a.single_keys + b.single_keys,
-        class_sums=a.class_sums + b.class_sums,
-        has_keys=a.has_keys | b.has_keys,
-    )
-
-
-def rebase_rows(rows: RowSums, base: Tensor) -> RowSums:
-    """The sums with `base` (B, H, Tq), at least the largest score, subtracted before `exp`."""
-    shift = blockwise.row_maximum(rows.largest, None) - base
-    factor = shift.exp()
-    return replace(
-        rows,
-        weighted_scores=factor * (rows.weighted_scores + rows.class_sums[..., 0] * shift),
-        distances=factor * rows.distances,
-        single_keys=factor[..., None] * rows.single_keys,
-        class_sums=factor[..., None] * rows.class_sums,
-    )
-
-
-def empty_rows(q: Tensor, classes: int) -> RowSums:
-    """The sums of queries (B, H, Tq, D) over no keys."""
-    return RowSums.empty(blockwise.upcast(q[:0]), q.shape[:3], 1 + len(STEPS), classes)
