@@ -104,12 +104,14 @@ def ring(ranks: Ranks, tokens: int = 8192, count: int = 12, dim: int = 64) -> di
     torch.manual_seed(0)
     whole = [torch.randn(1, count, tokens, dim) for _ in range(3)]
     mine = [scale.shard_sequence(x, 2) for x in whole]
-    got, want = scale.ring_attend(*mine, causal=True), headwise.attend(*whole, causal=True)
+    got, want = scale.context_parallel_attend(*mine, causal=True), headwise.attend(*whole, causal=True)
     torch.testing.assert_close(got, scale.shard_sequence(want, 2), rtol=1e-3, atol=1e-4)
     plan = scale.SequencePlan(tokens, ranks.count, right=0)
-    times = race(ranks, lambda: headwise.attend(*whole, causal=True), lambda: scale.ring_attend(*mine, causal=True))
+    times = race(
+        ranks, lambda: headwise.attend(*whole, causal=True), lambda: scale.context_parallel_attend(*mine, causal=True)
+    )
     formula = plan.bytes_sent(ranks.rank, count * 2 * dim * 4)
-    traffic = count_bytes(ranks, lambda: scale.ring_attend(*mine, causal=True), formula)
+    traffic = count_bytes(ranks, lambda: scale.context_parallel_attend(*mine, causal=True), formula)
     return {"what": f"attention of {count} heads of {dim}, {tokens} tokens, causal", **times, "sent": traffic}
 
 
@@ -118,7 +120,7 @@ def memory(ranks: Ranks, tokens: int = 8192, count: int = 12, dim: int = 64) -> 
 
     def attend_split() -> None:
         mine = [torch.ones(1, count, tokens // ranks.count, dim) for _ in range(3)]
-        scale.ring_attend(*mine, causal=True)
+        scale.context_parallel_attend(*mine, causal=True)
 
     def attend_whole() -> None:
         headwise.attend(*(torch.ones(1, count, tokens, dim) for _ in range(3)), causal=True)
