@@ -252,7 +252,8 @@ class _SequenceAgreement:
 
     def end(self, module: nn.Module, args: Any, result: Any) -> None:
         if torch.compiler.is_compiling():
-            _compiled_agreements.pop()
+            if _compiled_agreements:  # none where this hook alone is traced, after an error
+                _compiled_agreements.pop()
             return
         if self.tokens:  # none where the agreement itself failed
             _agreed_counts.reset(self.tokens.pop())

@@ -1,8 +1,8 @@
 """The processes of one group (ranks): their collectives, agreements between them, and errors that reach all of them.
 
 An agreement comes before anything is sent: ranks that are about to do different things all get the same error, where
-collectives would hang or give wrong numbers. It is one all-reduce of a digest; only where digests differ, an all-gather
-of the ranks' descriptions follows, for the error message.
+collectives would hang or give wrong numbers. It is one all-reduce of a digest, or direct sends between few ranks;
+only where digests differ, an all-gather of the ranks' descriptions follows, for the error message.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import all_reduce as reduce_digest  # by a name of its own: `traffic` counts data, not agreements
+from torch.distributed import all_gather as gather_digests  # by names of their own: `traffic` counts data,
+from torch.distributed import all_reduce as reduce_digests  # not agreements
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ..errors import HeadwiseError, RankError
@@ -31,7 +32,9 @@ FAILURE_WAIT = 5.0  # seconds in which a failed rank finds out whether all ranks
 ABSENCE_WAIT = 2.0  # seconds in which a rank finds out which others wait too
 WAITING_KEY = "headwise/waiting"  # in the store: what a rank waited for when the transport failed
 FAILURE_KEY = "headwise/failure"  # in the store: the message of the rank that failed
+FEW_RANKS = 8  # up to so many, every rank sends its digest to every other, which takes less time than an all-reduce
 UNUSED_TAG = (1 << 31) - 1  # of point-to-point messages that no rank sends
+AGREEMENT_TAG = UNUSED_TAG - 1  # of digests
 OUT_OF_STEP = "the ranks are no longer in step, start all of them again"
 
 agreement_counts: Counter[str] = Counter()  # agreements so far by group name: the same number on every rank
@@ -133,14 +136,35 @@ class Ranks:
 
     def _agreed_numbers(self, activity: str, record: Record, values: Mapping[str, Tensor]) -> list[int] | None:
         """Every rank's number, where all records are alike; the same answer on every rank, None where they are not."""
-        numbers = [-math.inf] * self.count
-        numbers[self.rank] = record.number
-        maxima = torch.tensor([*record.extremes(), *numbers], dtype=torch.float64, device=self.device)
-        with self.transport_errors(activity):
-            self._wait(reduce_digest(maxima, op=dist.ReduceOp.MAX, group=self.group, async_op=True))
-        results = maxima.tolist()
-        extremes, numbers = results[: -self.count], results[-self.count :]
-        return [int(number) for number in numbers] if is_alike(extremes, values) else None
+        extremes = record.extremes()
+        if self.count <= FEW_RANKS:
+            row = torch.tensor([*extremes, record.number], dtype=torch.float64, device=self.device)
+            with self.transport_errors(activity):
+                rows = self._gather_digests(row)
+            maxima, numbers = rows[:, :-1].amax(0).tolist(), rows[:, -1].tolist()
+        else:
+            numbers = [-math.inf] * self.count
+            numbers[self.rank] = record.number
+            columns = torch.tensor([*extremes, *numbers], dtype=torch.float64, device=self.device)
+            with self.transport_errors(activity):
+                self._wait(reduce_digests(columns, op=dist.ReduceOp.MAX, group=self.group, async_op=True))
+            results = columns.tolist()
+            maxima, numbers = results[: len(extremes)], results[len(extremes) :]
+        return [int(number) for number in numbers] if is_alike(maxima, values) else None
+
+    def _gather_digests(self, row: Tensor) -> Tensor:
+        """Every rank's row, by direct sends where they go around the queue of collectives, as in gloo."""
+        rows = row.expand(self.count, -1).clone()
+        if dist.get_backend(self.group) != "gloo":
+            self._wait(gather_digests(list(rows.unbind()), row, group=self.group, async_op=True))
+            return rows
+        others = [rank for rank in range(self.count) if rank != self.rank]
+        options = {"group": self.group, "tag": AGREEMENT_TAG}
+        works = [dist.irecv(rows[rank], group_src=rank, **options) for rank in others]
+        works += [dist.isend(row, group_dst=rank, **options) for rank in others]
+        for work in works:
+            self._wait(work)
+        return rows
 
     def _exchange_records(self, activity: str, record: Record) -> list[Record]:
         """Every rank's record."""
@@ -297,10 +321,26 @@ def ranks_of(mesh: DeviceMesh | None = None, timeout: float | None = None) -> Ra
     """
     if not dist.is_initialized():
         return Ranks(timeout=TIMEOUT if timeout is None else timeout)
+    if mesh is not None and mesh.ndim != 1:
+        raise RankError(f"a mesh of one dimension is expected, got {mesh.ndim}; take one of them: mesh['tp']")
+    world = dist.distributed_c10d._get_default_group()
+    if _known_ranks.get("world") is not world:  # another run of init_process_group
+        _known_ranks.clear()
+        _known_ranks["world"] = world
+    key = "" if mesh is None else mesh.get_group().group_name, timeout
+    if key not in _known_ranks:
+        _known_ranks[key] = _ranks_of_mesh(mesh, timeout)
+    ranks: Ranks = _known_ranks[key]
+    return ranks
+
+
+_known_ranks: dict[Any, Any] = {}  # by group name and timeout: making a mesh takes as long as an agreement
+
+
+def _ranks_of_mesh(mesh: DeviceMesh | None, timeout: float | None) -> Ranks:
+    """`ranks_of` anew."""
     kind = "cuda" if dist.get_backend() == "nccl" else "cpu"
     mesh = init_device_mesh(kind, (dist.get_world_size(),)) if mesh is None else mesh
-    if mesh.ndim != 1:
-        raise RankError(f"a mesh of one dimension is expected, got {mesh.ndim}; take one of them: mesh['tp']")
     device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device("cpu")
     timeout = _group_timeout(mesh.get_group(), device) if timeout is None else timeout
     return Ranks(mesh.get_local_rank(), mesh.size(), device, mesh, timeout)
