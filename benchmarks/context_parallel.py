@@ -39,7 +39,7 @@ from headwise import scale
 from headwise.bench.memory import peak_above
 from headwise.files import write_atomically
 from headwise.scale import context_parallel
-from headwise.scale.exchange import Block, Channel, Step
+from headwise.scale.exchange import ALL_LOCAL, Block, Channel, Step
 from headwise.scale.ranks import Ranks
 from headwise.timing import describe_machine
 
@@ -77,9 +77,10 @@ class RingExchange:
                 shape = (len(self.k), stop - start, plan.token_count(source))
                 split = shape[0] * shape[1] * shape[2] * self.k.shape[3]
                 k, v = message[:split].view(*shape, -1), message[split:].view(*shape, -1)
-                for chunk in plan.chunks_of(source):
-                    tokens = plan.chunk_slice(source, chunk)
-                    step = Step(kv_heads, query_heads, chunk, source, None, source, local=True)
+                local = distance == 0
+                for chunk in (ALL_LOCAL,) if local and self.channel.joint else plan.chunks_of(source):
+                    tokens = slice(None) if chunk == ALL_LOCAL else plan.chunk_slice(source, chunk)
+                    step = Step(kv_heads, query_heads, chunk, source, None, source, local=local)
                     yield step, Block(k[:, :, tokens], v[:, :, tokens], None)
                 ranks.wait(works, "the block of a neighbour")
                 message = message if buffer is None else buffer

@@ -99,7 +99,7 @@ def heads(ranks: Ranks, tokens: int = 2048, width: int = 768, count: int = 12, l
     return {"what": description, **times, "sent": count_bytes(ranks, lambda: prefill(split), formula)}
 
 
-def ring(ranks: Ranks, tokens: int = 8192, count: int = 12, dim: int = 64) -> dict[str, Any]:
+def sequence(ranks: Ranks, tokens: int = 8192, count: int = 12, dim: int = 64) -> dict[str, Any]:
     """Causal attention of a long sequence, its tokens split."""
     torch.manual_seed(0)
     whole = [torch.randn(1, count, tokens, dim) for _ in range(3)]
@@ -152,7 +152,7 @@ def atlas(ranks: Ranks, count: int = 1000) -> dict[str, Any]:
     return {"what": f"atlas of MiniLM over {count} texts", **times}
 
 
-PARTS = {"memory": memory, "heads": heads, "ring": ring, "atlas": atlas}
+PARTS = {"memory": memory, "heads": heads, "sequence": sequence, "atlas": atlas}
 
 
 def main() -> None:

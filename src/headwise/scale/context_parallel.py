@@ -7,7 +7,7 @@ computes attention to one chunk of keys at a time and merges the results by log-
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypedDict, Unpack
 
 import torch
@@ -26,7 +26,7 @@ from ..attention.visibility_options import check_same_dtype_and_device
 from ..errors import ShapeError
 from . import context_operators, partial_attention
 from .agreement import describe_tensor
-from .exchange import Block, Channel, GradientExchange, KeyValueExchange, Step
+from .exchange import ALL_LOCAL, Block, Channel, GradientExchange, KeyValueExchange, Step
 from .partial_attention import PartOptions
 from .ranks import Ranks, ranks_of
 from .sequence_shards import plan_of_counts
@@ -129,7 +129,7 @@ def context_parallel_head_stats(
         >>> stats["entropy"]  # (Hq,), over all tokens
     """
     ranks = ranks_of(mesh, timeout)
-    call = build_split_call(q, ranks, agree_on_call(q, k, v, ranks, options), options)
+    call = build_split_call(q, ranks, agree_on_call(q, k, v, ranks, options), options, stats=True)
     sinks, class_masks = options.get("sinks"), dict(classes or {})
 
     def describe_classes() -> str:
@@ -181,9 +181,9 @@ def agree_on_call(
 
 
 def build_split_call(
-    q: Tensor, ranks: Ranks, counts: Sequence[int], options: ContextParallelOptions
+    q: Tensor, ranks: Ranks, counts: Sequence[int], options: ContextParallelOptions, stats: bool = False
 ) -> ContextParallelCall:
-    """The call on this rank, after an agreement."""
+    """The call on this rank, after an agreement. stats: its statistics are wanted, which depend on positions."""
     left, right = band_of(options)
     scale = options.get("scale")
     parts = PartOptions(
@@ -194,7 +194,8 @@ def build_split_call(
         slopes=options.get("slopes"),
         lengths=options.get("lengths"),
     )
-    return ContextParallelCall(Channel(ranks, plan_of_counts(counts, left, right, is_zigzag(options))), parts)
+    plan = plan_of_counts(counts, left, right, is_zigzag(options))
+    return ContextParallelCall(Channel(ranks, plan, joint=not (stats or parts.depends_on_positions)), parts)
 
 
 def check_and_describe(
@@ -263,19 +264,40 @@ class ContextParallelCall:
         return self.channel.ranks
 
     def parts(self, step: Step, block: Block | None, q: Tensor) -> Iterator[tuple[Any, range, AttentionCall]]:
-        """One call per chunk of local queries that may attend to a block of keys.
+        """The calls of local queries that may attend to a block of keys.
 
         Yields:
-            The index of the chunk's queries in q, the positions of the keys, and the call.
+            The index of the queries in q, the positions of the keys, and the call.
         """
         if step.chunk is None or block is None:
             return
-        plan = self.channel.plan
-        options, keys = self.options.for_heads(step.query_heads), plan.chunks[step.chunk]
-        for chunk in plan.chunks_of(self.ranks.rank):
-            if plan.attends(chunk, step.chunk):
-                index, queries = (slice(None), step.query_heads, self.channel.local_slice(chunk)), plan.chunks[chunk]
-                yield index, keys, options.call(q[index], block.k, block.v, queries, keys)
+        options = self.options.for_heads(step.query_heads)
+        if self.channel.joint and not step.local:
+            options = replace(options, right=None)
+        for rows, queries, keys in self._pairs(step.chunk):
+            index = (slice(None), step.query_heads, rows)
+            yield index, keys, options.call(q[index], block.k, block.v, queries, keys)
+
+    def _pairs(self, chunk: int) -> Iterator[tuple[slice, range, range]]:
+        """Local queries that may attend to a chunk of keys: where they are, and the positions of queries and keys.
+
+        Where the order of tokens is all that matters, a rank's own tokens are one sequence, and those that may attend
+        to a chunk of another rank may attend to all of it: the positions are then others of the same order.
+        """
+        plan, rank = self.channel.plan, self.ranks.rank
+        if chunk == ALL_LOCAL:
+            tokens = range(plan.token_count(rank))
+            if tokens:
+                yield slice(0, len(tokens)), tokens, tokens
+            return
+        attending, keys = [query for query in plan.chunks_of(rank) if plan.attends(query, chunk)], plan.chunks[chunk]
+        if self.channel.joint and attending:
+            places = [self.channel.local_slice(query) for query in attending]
+            rows = slice(places[0].start, places[-1].stop)
+            yield rows, range(rows.stop - rows.start), range(len(keys))
+            return
+        for query in attending:
+            yield self.channel.local_slice(query), plan.chunks[query], keys
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, classes: dict[str, Tensor] | None = None
@@ -298,7 +320,10 @@ class ContextParallelCall:
                         q[index], block.k, block.v, call, class_masks, has_first=keys.start == 0
                     )
                     rows.merge(index, part_rows)
-                partial_attention.merge_part(out[index], lse[index], part_out, part_lse)
+                if step.chunk == ALL_LOCAL:  # the first part of its rows
+                    out[index], lse[index] = part_out, part_lse
+                else:
+                    partial_attention.merge_part(out[index], lse[index], part_out, part_lse)
         if sinks is not None:
             with_sinks = torch.logaddexp(lse, sinks.detach().to(dtype).view(1, -1, 1))
             out.mul_((lse - with_sinks).exp_()[..., None])

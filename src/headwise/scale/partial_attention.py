@@ -29,6 +29,11 @@ class PartOptions:
         """The options of some query heads."""
         return self if self.slopes is None else replace(self, slopes=self.slopes[heads])
 
+    @property
+    def depends_on_positions(self) -> bool:
+        """Whether attention depends on more than the order of tokens."""
+        return not (self.left is None and self.right in (None, 0) and self.slopes is None and self.lengths is None)
+
     def call(self, q: Tensor, k: Tensor, v: Tensor, query: range, key: range) -> AttentionCall:
         """The validated call of one part, whose queries and keys have these positions in the sequence."""
         lengths = None

@@ -23,6 +23,7 @@ from headwise.scale import (
     split_sequence,
     sum_gradients,
 )
+from headwise.scale import ranks as ranks_module
 from headwise.scale.ranks import Ranks
 from helpers.torchrun import assert_error
 
@@ -381,3 +382,27 @@ def compiled_modules_over_split_sequences_equal_eager(ranks: Ranks, folder: Path
         with torch.no_grad():
             differing = torch.tensor([5, 6 + ranks.rank])
             assert_error(lambda c=compiled, y=x, n=differing: c(y, lengths=n), "ranks disagree about the")
+
+
+@check
+def many_ranks_notice_by_all_reduce_what_few_notice_by_direct_sends(ranks: Ranks, folder: Path) -> None:
+    few = ranks_module.FEW_RANKS
+    try:
+        for ranks_module.FEW_RANKS in (few, 0):
+            x = torch.linspace(0, 1, 7)
+            assert ranks.agree("a test", "alike", values={"x": x}, number=3 + ranks.rank) == [
+                3 + rank for rank in range(ranks.count)
+            ]
+            assert_error(lambda: ranks.agree("a test", f"{ranks.rank}"), "ranks disagree about a test: rank 0 has 0")
+            other = {"x": x * (1 + ranks.rank)}
+            assert_error(lambda y=other: ranks.agree("a test", "alike", values=y), "the values of x float32 (7,)")
+            message = "rank 1 has no words" if ranks.rank == 1 else "rank 1 failed at a test: rank 1 has no words"
+            assert_error(lambda: ranks.agree("a test", lambda: _fail_on(1, ranks)), message)
+    finally:
+        ranks_module.FEW_RANKS = few
+
+
+def _fail_on(rank: int, ranks: Ranks) -> str:
+    if ranks.rank == rank:
+        raise headwise.HeadwiseError(f"rank {rank} has no words")
+    return "words"
