@@ -40,7 +40,7 @@ def comparison(data: dict[str, Any]) -> Iterator[str]:
         cpu = {name: run["cpu_seconds"] for name, run in ours.items()}
         window = cpu["a window, true ring"] / cpu["a window, direct sends"]
         yield (
-            f"- {count}: statistics take {cpu['statistics'] / cpu['attend']:.2f} times the CPU time of the output alone; "
+            f"- {count}: statistics take {cpu['statistics'] / cpu['attend']:.2f} times the CPU time of the output; "
             f"with a window of 512, a true ring takes {window:.2f} times that of direct sends."
         )
     for case, outcome in data["PyTorch's context_parallel"].items():

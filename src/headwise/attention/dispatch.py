@@ -196,6 +196,20 @@ class OnePass(torch.autograd.Function):
         return of.q, of.k, of.v, of.sinks, of.mask, None, None, None
 
 
+def gradients_from_lse(
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: AttentionCall
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """The gradients of q, k and v by a one-pass kernel; None where it does not compute them.
+
+    The output and the log-sum-exp may be over more keys than the call has: its part of the gradients is then given.
+    """
+    if not _has_kernel_backward(call, lse, grad_out, q, k, v, out):
+        return None
+    backward = launch.backward if one_pass_backend(call) is launch else library.backward
+    computed = backward(grad_out, q, k, v, out, lse, call)
+    return None if computed is None else (computed.q, computed.k, computed.v)
+
+
 def _has_kernel_backward(call: AttentionCall, lse: Tensor, grad_out: Tensor, q: Tensor, *others: Tensor) -> bool:
     """Whether a one-pass kernel computes this call's gradients. It has no second derivatives."""
     if torch.is_grad_enabled() or is_observed() or not torch._C._has_storage(grad_out):  # a batch of them has none

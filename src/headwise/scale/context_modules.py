@@ -136,7 +136,7 @@ class SplitSequenceAttention(MultiHeadAttention):
         q, k, v = self._project_local(query, options, positions)
         call_options = self._call_options(query, options)
         out = context_operators.attend(q, k, v, call_options, self.mesh, self.timeout, counts)
-        return self.W_O(join_heads(out))  # type: ignore[no-any-return]
+        return self.W_O(join_heads(out))
 
     def _positions(
         self, ranks: Ranks, counts: Sequence[int], query: Tensor, options: Mapping[str, Any]

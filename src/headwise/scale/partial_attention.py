@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from ..attention import dispatch
 from ..attention.backends import blockwise, sdpa
 from ..attention.call import AttentionCall, build_call
 
@@ -67,6 +68,9 @@ def backward_part(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: AttentionCall
 ) -> PartGradients:
     """The gradients of a part, from the output and the log-sum-exp over all parts."""
+    computed = dispatch.gradients_from_lse(grad, q, k, v, out, lse, call)
+    if computed is not None:
+        return PartGradients(*computed)
     size, group = call.size, call.size.group
     ungrouped = replace(call, visibility=replace(call.visibility, size=replace(size, kv_heads=size.heads)))
     if call.softcap is None and q.dtype == out.dtype == grad.dtype and sdpa.has_backward(ungrouped):
