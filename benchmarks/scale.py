@@ -98,17 +98,19 @@ def heads(ranks: Ranks, tokens: int = 2048, width: int = 768, count: int = 12, l
     return {"what": description, **times, "sent": count_bytes(ranks, lambda: prefill(split), formula)}
 
 
-def ring(ranks: Ranks, tokens: int = 8192, count: int = 12, dim: int = 64) -> dict[str, Any]:
+def sequence(ranks: Ranks, tokens: int = 8192, count: int = 12, dim: int = 64) -> dict[str, Any]:
     """Causal attention of a long sequence, its tokens split."""
     torch.manual_seed(0)
     whole = [torch.randn(1, count, tokens, dim) for _ in range(3)]
     mine = [scale.shard_sequence(x, 2) for x in whole]
-    got, want = scale.ring_attend(*mine, causal=True), headwise.attend(*whole, causal=True)
+    got, want = scale.context_parallel_attend(*mine, causal=True), headwise.attend(*whole, causal=True)
     torch.testing.assert_close(got, scale.shard_sequence(want, 2), rtol=1e-3, atol=1e-4)
     plan = scale.SequencePlan(tokens, ranks.count, right=0)
-    times = race(ranks, lambda: headwise.attend(*whole, causal=True), lambda: scale.ring_attend(*mine, causal=True))
+    times = race(
+        ranks, lambda: headwise.attend(*whole, causal=True), lambda: scale.context_parallel_attend(*mine, causal=True)
+    )
     formula = plan.bytes_sent(ranks.rank, count * 2 * dim * 4)
-    traffic = count_bytes(ranks, lambda: scale.ring_attend(*mine, causal=True), formula)
+    traffic = count_bytes(ranks, lambda: scale.context_parallel_attend(*mine, causal=True), formula)
     return {"what": f"attention of {count} heads of {dim}, {tokens} tokens, causal", **times, "sent": traffic}
 
 
@@ -117,7 +119,7 @@ def memory(ranks: Ranks, tokens: int = 8192, count: int = 12, dim: int = 64) -> 
 
     def attend_split() -> None:
         mine = [torch.ones(1, count, tokens // ranks.count, dim) for _ in range(3)]
-        scale.ring_attend(*mine, causal=True)
+        scale.context_parallel_attend(*mine, causal=True)
 
     def attend_whole() -> None:
         headwise.attend(*(torch.ones(1, count, tokens, dim) for _ in range(3)), causal=True)
@@ -149,7 +151,7 @@ def atlas(ranks: Ranks, count: int = 1000) -> dict[str, Any]:
     return {"what": f"atlas of MiniLM over {count} texts", **times}
 
 
-PARTS = {"memory": memory, "heads": heads, "ring": ring, "atlas": atlas}
+PARTS = {"memory": memory, "heads": heads, "sequence": sequence, "atlas": atlas}
 
 
 def main() -> None:

@@ -85,7 +85,7 @@ def measured_runs(folder: Path) -> list[str]:
     for path in sorted(folder.glob("scale-*.json")):
         data = json.loads(path.read_text(encoding="utf-8"))
         count = data["settings"]["ranks"]
-        for name in ("heads", "ring", "atlas"):
+        for name in ("heads", "sequence", "atlas"):
             if name in data:
                 run = data[name]
                 traffic = run.get("sent", {})

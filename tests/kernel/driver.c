@@ -272,15 +272,38 @@ static int check_strongest(const Call *c, int64_t row, const Reference *want, do
     return wrong;
 }
 
-enum { OUTPUT, LSE, STRONGEST, DQ, DK, DV, DMASK, DELTA, STATUS, FIRST_STATISTIC };
+enum { OUTPUT, LSE, ROW, STRONGEST, DQ, DK, DV, DMASK, DELTA, STATUS, FIRST_STATISTIC };
 enum { CHECKS = FIRST_STATISTIC + MAX_STATS };
 
 static const char *check_name(int check) {
 #define NAME(id, name) name,
-    static const char *names[] = {"output", "lse",   "strongest", "dq",     "dk",
-                                  "dv",     "dmask", "delta",     "status", STATISTICS(NAME)};
+    static const char *names[] = {"output", "lse",   "row",   "strongest", "dq",
+                                  "dk",     "dv",    "dmask", "delta",     "status", STATISTICS(NAME)};
 #undef NAME
     return check < FIRST_STATISTIC + STAT_CLASS ? names[check] : "class";
+}
+
+/* How many of the sums of a row give other statistics than the reference has. */
+static int64_t check_row_sums(const Call *c, int64_t row, const Reference *want, double tolerance) {
+    int64_t rows = c->batch * c->heads * c->queries, wrong = 0;
+    const float *x = c->rows + row;
+    wrong += x[ROW_HAS_KEYS * rows] != want->visible;
+    double max_logit = want->sums[STAT_MAX_LOGIT], others = 1 - want->sums[STAT_SINK], sum = x[ROW_TOTAL * rows];
+    if (!want->visible) return wrong + (sum != 0) + (x[ROW_LARGEST * rows] != -INFINITY);
+    wrong += differs(x[ROW_LARGEST_LOGIT * rows], max_logit, tolerance * (1 + fabs(max_logit)));
+    if (others < 1e-3) return wrong; /* the sink takes nearly all */
+    double total = sum / others, lse = x[ROW_LARGEST * rows] + log(total);
+    wrong += differs(lse, want->lse, tolerance * (1 + fabs(want->lse)) / others);
+    double entropy = (sum * log(total) - x[ROW_WEIGHTED_SCORES * rows]) / total;
+    wrong += differs(entropy, want->sums[STAT_ENTROPY], 10 * tolerance / others);
+    const int sums[][2] = {{ROW_FIRST, STAT_FIRST}, {ROW_PREVIOUS, STAT_PREVIOUS}, {ROW_NEXT, STAT_NEXT},
+                           {ROW_SELF, STAT_SELF}, {ROW_DISTANCES, STAT_DISTANCE}};
+    for (int i = 0; i < 5; i++)
+        wrong += differs(x[sums[i][0] * rows] / total, want->sums[sums[i][1]],
+                         tolerance * (1 + (i == 4 ? c->keys + fabs(want->sums[STAT_DISTANCE]) : 0)));
+    for (int64_t i = 0; i < c->class_count; i++)
+        wrong += differs(x[(ROW_CLASS + i) * rows] / total, want->sums[STAT_CLASS + i], tolerance);
+    return wrong;
 }
 
 /* Check everything that a call wrote; counts what is wrong per kind of check. */
@@ -307,6 +330,7 @@ static void check(const Call *c, int64_t wrong[CHECKS]) {
                 for (int64_t x = 0; x < c->value_dim; x++)
                     wrong[OUTPUT] += differs(element(c, c->out, c->out_stride, b, h, i, x), want.out[x], tolerance);
                 if (c->lse) wrong[LSE] += differs(c->lse[row], want.lse, base * (1 + fabs(want.lse)) + want.error);
+                if (c->rows) wrong[ROW] += check_row_sums(c, row, &want, base + want.error);
                 if (c->strongest_count) wrong[STRONGEST] += check_strongest(c, row, &want, base + want.error);
             }
             for (int64_t x = 0; c->sums && !ambiguous && x < STAT_CLASS + c->class_count; x++) {
@@ -418,6 +442,7 @@ static void request_statistics(Case *x) {
         for (int64_t i = 0; i < c->batch * c->queries; i++) counted[i] = chance(0.6);
         c->counted = counted;
     }
+    if (c->sums && chance(0.5)) c->rows = own(x, allocate((ROW_CLASS + c->class_count) * rows * sizeof(float)));
     if (chance(0.4)) c->lse = own(x, allocate(rows * sizeof(float)));
     if (chance(0.4)) {
         c->strongest_count = random_int(1, MAX_STRONGEST);

@@ -6,6 +6,7 @@ fused kernel where that is exact (sdpa), blocks of query rows otherwise (blockwi
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +17,7 @@ from . import operators, validation  # operators imports this module: a recorded
 from .backends import blockwise, blockwise_stats, composite, sdpa
 from .backends.native import library
 from .backends.protocol import NO_EXTRA, Backend, ExtraOutputs, Outputs, StrongestKeys, apply_gates
+from .backends.row_sums import RowSums
 from .backends.triton import launch
 from .call import AttentionCall, StatsRequest
 from .stats import HeadStats
@@ -116,6 +118,31 @@ def attend_with_lse(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tup
     return outputs.out, outputs.lse
 
 
+def attend_with_rows(
+    q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, classes: Mapping[str, Tensor], has_first: bool
+) -> tuple[Tensor, Tensor, RowSums]:
+    """The output of a call to some keys of longer sequences, each row's log-sum-exp, and its sums for statistics.
+
+    The call has no sinks, gates, mask or dropout. There are no gradients.
+
+    Args:
+        classes: {name: (B, Tk) bool}.
+        has_first: whether key 0 is the first of the sequences.
+    """
+    request = StatsRequest(classes=classes)
+    extra = ExtraOutputs(stats=request, lse=True, rows=True)
+    if why_not_one_pass(q, call, extra) is None:
+        outputs = one_pass_backend(call).run(q, k, v, call, extra)
+        assert outputs.lse is not None and outputs.rows is not None  # they were requested
+        if not has_first:
+            outputs.rows.single_keys[..., 0] = 0
+        return outputs.out, outputs.lse, outputs.rows
+    first = torch.full((call.size.batch,), 0 if has_first else -1, device=q.device)
+    out, rows = blockwise_stats.row_sums(q, k, v, call, first, request)
+    assert out is not None  # there are values
+    return out, blockwise.row_maximum(rows.largest, None) + rows.class_sums[..., 0].log(), rows
+
+
 def run_in_torch(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
     """The output by PyTorch's own operators."""
     with without_autocast(q):
@@ -167,6 +194,20 @@ class OnePass(torch.autograd.Function):
                 large = not (blockwise.all_finite(out) and blockwise.max_magnitude(lse) < blockwise.LARGE)
         of = composite.gradients(grad_out, q, k, v, call, large)
         return of.q, of.k, of.v, of.sinks, of.mask, None, None, None
+
+
+def gradients_from_lse(
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: AttentionCall
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """The gradients of q, k and v by a one-pass kernel; None where it does not compute them.
+
+    The output and the log-sum-exp may be over more keys than the call has: its part of the gradients is then given.
+    """
+    if not _has_kernel_backward(call, lse, grad_out, q, k, v, out):
+        return None
+    backward = launch.backward if one_pass_backend(call) is launch else library.backward
+    computed = backward(grad_out, q, k, v, out, lse, call)
+    return None if computed is None else (computed.q, computed.k, computed.v)
 
 
 def _has_kernel_backward(call: AttentionCall, lse: Tensor, grad_out: Tensor, q: Tensor, *others: Tensor) -> bool:

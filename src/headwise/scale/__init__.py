@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from .clipping import clip_grad_norm_ as clip_grad_norm_
     from .context_modules import split_sequence as split_sequence
     from .context_modules import sum_gradients as sum_gradients
-    from .context_parallel import RingOptions as RingOptions
-    from .context_parallel import ring_attend as ring_attend
-    from .context_parallel import ring_head_stats as ring_head_stats
+    from .context_parallel import ContextParallelOptions as ContextParallelOptions
+    from .context_parallel import context_parallel_attend as context_parallel_attend
+    from .context_parallel import context_parallel_head_stats as context_parallel_head_stats
     from .cost_model import Cost as Cost
     from .cost_model import costs as costs
     from .cost_model import crossings as crossings
@@ -44,16 +44,18 @@ if TYPE_CHECKING:
     from .transformers_models import watch as watch
 
 _MODULES = {
+    "ContextParallelOptions": "context_parallel",
     "Cost": "cost_model",
     "HeadPlan": "head_plan",
     "Ranks": "ranks",
-    "RingOptions": "context_parallel",
     "SequencePlan": "sequence_plan",
     "SimulatedRank": "simulation",
     "Traffic": "traffic",
     "atlas": "data_parallel",
     "clip_grad_norm_": "clipping",
     "context_need": "data_parallel",
+    "context_parallel_attend": "context_parallel",
+    "context_parallel_head_stats": "context_parallel",
     "costs": "cost_model",
     "count_traffic": "traffic",
     "crossings": "cost_model",
@@ -66,8 +68,6 @@ _MODULES = {
     "mask_heads": "transformers_models",
     "plan": "head_plan",
     "recover": "train",
-    "ring_attend": "context_parallel",
-    "ring_head_stats": "context_parallel",
     "save_state": "checkpoint",
     "shard_sequence": "sequence_shards",
     "simulate": "simulation",
@@ -78,5 +78,11 @@ _MODULES = {
     "watch": "transformers_models",
 }
 
+_RENAMED = {
+    "RingOptions": "ContextParallelOptions",
+    "ring_attend": "context_parallel_attend",
+    "ring_head_stats": "context_parallel_head_stats",
+}
+
 __all__ = [*_MODULES]
-__getattr__, __dir__ = lazy_names(__name__, _MODULES)
+__getattr__, __dir__ = lazy_names(__name__, _MODULES, _RENAMED)

@@ -22,17 +22,21 @@ from ..attention.options import check_options
 from ..attention.stats import HeadStats
 from ..attention.validation import shown
 from ..errors import ShapeError, UnsupportedError
-from .agreement import describe_arguments, floating_tensors
+from . import context_operators
+from .agreement import describe_arguments
 from .call_agreement import describe_module
 from .class_replacement import check_replaceable, replace_class
-from .context_parallel import RingOptions, attend_split, check_and_describe, ring_head_stats
+from .context_parallel import ContextParallelOptions, attend_split, check_and_describe, context_parallel_head_stats
 from .ranks import Ranks, ranks_of
+from .sequence_agreement import describe_call, describe_mode, shared_values
 from .sequence_shards import positions_of_counts
 from .tensor_parallel import SplitAttention
 from .traffic import uncounted
 
 # the tokens on each rank, inside a call that all ranks have agreed about
 _agreed_counts: ContextVar[Sequence[int] | None] = ContextVar("headwise_agreed_counts", default=None)
+# the same as a compiler records it: tensors of the tokens on each rank and of this rank's positions
+_compiled_agreements: list[tuple[Tensor, Tensor]] = []
 SUPPORTED = ("causal", "window", "lengths", "gates", "positions")  # options of a call of a split sequence
 
 
@@ -64,13 +68,15 @@ class SplitSequenceAttention(MultiHeadAttention):
         **options: Unpack[ModuleOptions],
     ) -> Any:
         """query (B, tokens here, d_model) -> the same shape. lengths (B,) are of the whole sequences."""
+        if torch.compiler.is_compiling():
+            return self._forward_compiled(query, key, value, {**options, "need_weights": need_weights})
         ranks = ranks_of(self.mesh, self.timeout)
         with ranks.share_failures("the attention of a split sequence"):
             counts = self._agree(ranks, query, key, value, {**options, "need_weights": need_weights})
-            q, k, v = self._project_local(ranks, counts, query, options)
-            ring_options = self._ring_options(query, options)
-            check_and_describe(q, k, v, ring_options)
-            return self.W_O(join_heads(attend_split(q, k, v, ranks, counts, ring_options)))
+            q, k, v = self._project_local(query, options, self._positions(ranks, counts, query, options))
+            call_options = self._call_options(query, options)
+            check_and_describe(q, k, v, call_options)
+            return self.W_O(join_heads(attend_split(q, k, v, ranks, counts, call_options)))
 
     def stats(
         self,
@@ -87,10 +93,10 @@ class SplitSequenceAttention(MultiHeadAttention):
         ranks = ranks_of(self.mesh, self.timeout)
         with torch.no_grad():
             counts = self._agree(ranks, query, key, value, {**options, "received": received})
-            q, k, v = self._project_local(ranks, counts, query, options)
-            return ring_head_stats(
+            q, k, v = self._project_local(query, options, self._positions(ranks, counts, query, options))
+            return context_parallel_head_stats(
                 q, k, v, queries=queries, classes=classes, mesh=self.mesh, timeout=self.timeout,
-                **self._ring_options(query, options),
+                **self._call_options(query, options),
             )[1]  # fmt: skip
 
     def weights(self, query: Tensor, key: Tensor | None = None, **options: Any) -> Tensor:
@@ -102,37 +108,64 @@ class SplitSequenceAttention(MultiHeadAttention):
         """The tokens on each rank, after all ranks have agreed about the call or about one that this is a part of."""
         tokens = query.shape[1] if query.dim() > 1 else 0
 
-        def describe_call() -> str:
-            check_options(options, (*OPTIONS, "need_weights", "received"))
-            for name, x in options.items():
-                if name not in SUPPORTED and x is not None and not (isinstance(x, int) and not x):
-                    raise UnsupportedError(f"a split sequence takes no {name}; lengths and windows it takes")
-            if any(x is not None and x is not query for x in (key, value)):
-                raise UnsupportedError("a split sequence is for self-attention, got a key or value of another sequence")
-            if self.training and self.dropout:
-                raise UnsupportedError("a split sequence has no dropout inside attention; set dropout=0")
-            if query.dim() != 3:
-                raise ShapeError(f"query must be (B, tokens here, d_model), got {shown(query.shape)}")
-            return _describe_call(self, [query], options, tokens, self.zigzag)
+        def check_and_describe_call() -> str:
+            self._check_call(query, key, value, options)
+            return describe_call(self, [query], options, tokens, self.zigzag)
 
         counts = _agreed_counts.get()
         if counts is not None and ranks.count == len(counts) and counts[ranks.rank] == tokens:
-            describe_call()  # for its errors
+            check_and_describe_call()  # for its errors
             return counts
-        values = _shared_values(options, tokens) | ({} if self.sinks is None else {"sinks": self.sinks})
-        return ranks.agree("the tokens of a split sequence", describe_call, values=values, number=tokens)
+        values = shared_values(options, tokens) | ({} if self.sinks is None else {"sinks": self.sinks})
+        return ranks.agree("the tokens of a split sequence", check_and_describe_call, values=values, number=tokens)
+
+    def _check_call(self, query: Tensor, key: Tensor | None, value: Tensor | None, options: dict[str, Any]) -> None:
+        """Refuse what cannot be computed over a split sequence."""
+        check_options(options, (*OPTIONS, "need_weights", "received"))
+        for name, x in options.items():
+            if name not in SUPPORTED and x is not None and not (isinstance(x, int) and not x):
+                raise UnsupportedError(f"a split sequence takes no {name}; lengths and windows it takes")
+        if any(x is not None and x is not query for x in (key, value)):
+            raise UnsupportedError("a split sequence is for self-attention, got a key or value of another sequence")
+        if self.training and self.dropout:
+            raise UnsupportedError("a split sequence has no dropout inside attention; set dropout=0")
+        if query.dim() != 3:
+            raise ShapeError(f"query must be (B, tokens here, d_model), got {shown(query.shape)}")
+
+    def _forward_compiled(
+        self, query: Tensor, key: Tensor | None, value: Tensor | None, options: dict[str, Any]
+    ) -> Tensor:
+        """forward as torch.compile records it: agreement and attention are operators."""
+        self._check_call(query, key, value, options)
+        if _compiled_agreements:
+            counts, positions = _compiled_agreements[-1]
+        else:
+            values = {} if self.sinks is None else {"sinks": self.sinks}
+            counts, positions = _agree_compiled(
+                self, "the tokens of a split sequence", query, options | values, self.mesh, self.timeout, self.zigzag
+            )
+        q, k, v = self._project_local(query, options, positions)
+        call_options = self._call_options(query, options)
+        out = context_operators.attend(q, k, v, call_options, self.mesh, self.timeout, counts)
+        return self.W_O(join_heads(out))
+
+    def _positions(
+        self, ranks: Ranks, counts: Sequence[int], query: Tensor, options: Mapping[str, Any]
+    ) -> Tensor | None:
+        """The positions of this rank's tokens, where they are needed and the caller gave none."""
+        if options.get("positions") is None and isinstance(self.position, Rotary):
+            return positions_of_counts(counts, ranks.rank, self.zigzag).to(query.device)
+        return None
 
     def _project_local(
-        self, ranks: Ranks, counts: Sequence[int], query: Tensor, options: ModuleOptions
+        self, query: Tensor, options: Mapping[str, Any], positions: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v of this rank's tokens."""
-        positions = options.get("positions")
-        if positions is None and isinstance(self.position, Rotary):
-            positions = positions_of_counts(counts, ranks.rank, self.zigzag).to(query.device)
-        projected = self.project(query, positions=positions)
+        """q, k and v of this rank's tokens, at these positions unless the caller gave others."""
+        caller_positions = options.get("positions")
+        projected = self.project(query, positions=positions if caller_positions is None else caller_positions)
         return projected.q, projected.k, projected.v
 
-    def _ring_options(self, query: Tensor, options: ModuleOptions) -> RingOptions:
+    def _call_options(self, query: Tensor, options: Mapping[str, Any]) -> ContextParallelOptions:
         """The options of one call, and this module's own."""
         slopes = None
         if isinstance(self.position, Alibi):
@@ -198,13 +231,15 @@ class _SequenceAgreement:
         module.register_forward_hook(self.end, always_call=True)
 
     def agree(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        if torch.compiler.is_compiling():
+            return self.agree_compiled(module, args, kwargs)
         ranks = ranks_of(self.mesh, self.timeout)
         x = args[0] if args else next(iter(kwargs.values()), None)
         count = x.shape[1] if isinstance(x, Tensor) and x.dim() > 1 else 0
         counts = ranks.agree(
             f"the call of {type(module).__name__}",
-            lambda: _describe_call(module, list(args), kwargs, count, self.zigzag),
-            values=_shared_values(kwargs, count),
+            lambda: describe_call(module, list(args), kwargs, count, self.zigzag),
+            values=shared_values(kwargs, count),
             number=count,
         )
         if isinstance(module, Decoder | Encoder) and kwargs.get("positions") is None:
@@ -213,35 +248,46 @@ class _SequenceAgreement:
         self.tokens.append(_agreed_counts.set(counts))
         return args, kwargs
 
+    def agree_compiled(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, dict[str, Any]]:
+        """The same as torch.compile records it."""
+        options = {**{f"input {n}": y for n, y in enumerate(args)}, **kwargs}
+        x = options.pop(next(iter(options)))
+        activity = f"the call of {type(module).__name__}"
+        counts, positions = _agree_compiled(module, activity, x, options, self.mesh, self.timeout, self.zigzag)
+        if isinstance(module, Decoder | Encoder) and kwargs.get("positions") is None:
+            kwargs = {**kwargs, "positions": positions}
+        _compiled_agreements.append((counts, positions))
+        return args, kwargs
+
     def end(self, module: nn.Module, args: Any, result: Any) -> None:
+        if torch.compiler.is_compiling():
+            if _compiled_agreements:  # none where this hook alone is traced, after an error
+                _compiled_agreements.pop()
+            return
         if self.tokens:  # none where the agreement itself failed
             _agreed_counts.reset(self.tokens.pop())
 
 
-def _describe_call(module: nn.Module, args: list[Any], options: dict[str, Any], tokens: int, zigzag: bool) -> str:
-    """What must be the same on all ranks in a call of a module; of tensors with this rank's tokens, all but them."""
+def _agree_compiled(
+    module: nn.Module,
+    activity: str,
+    x: Tensor,
+    options: Mapping[str, Any],
+    mesh: DeviceMesh | None,
+    timeout: float | None,
+    zigzag: bool,
+) -> tuple[Tensor, Tensor]:
+    """An agreement about a call of a module as an operator: its tensors are described when it runs.
 
-    def shared(x: Any) -> Any:
-        return f"{x.dtype} {x.shape[0]} {shown(x.shape[2:])}" if _is_local(x, tokens) else x
-
-    parts = [describe_arguments([shared(x) for x in args]), f"zigzag {zigzag}"]
-    parts.append(describe_arguments({name: shared(x) for name, x in options.items() if name != "positions"}))
-    parts.append(f"{'without' if options.get('positions') is None else 'with'} positions")
-    parts.append("training" if module.training else "not training")
-    if torch.is_grad_enabled():
-        parts.append("with gradient")
-    return ", ".join(filter(None, parts))
-
-
-def _shared_values(options: Mapping[str, Any], tokens: int) -> dict[str, Tensor]:
-    """The floating-point options that must be the same on all ranks."""
-    local = {name for name, x in options.items() if name == "positions" or _is_local(x, tokens)}
-    return floating_tensors({name: x for name, x in options.items() if name not in local})
-
-
-def _is_local(x: Any, tokens: int) -> bool:
-    """Whether an argument has this rank's tokens along its second dimension."""
-    return isinstance(x, Tensor) and x.dim() > 1 and x.shape[1] == tokens
+    Returns:
+        The tokens on each rank (ranks,), and the positions of this rank's.
+    """
+    tensors = {name: y for name, y in options.items() if isinstance(y, Tensor) and name != "positions"}
+    plain = {name: y for name, y in options.items() if not isinstance(y, Tensor) and name != "positions"}
+    text = ", ".join([describe_arguments(plain), describe_mode(module, options)])
+    return context_operators.agree(x, tensors, activity, text, zigzag, context_operators.name_ranks(mesh, timeout))
 
 
 def sum_gradients(module: nn.Module, mesh: DeviceMesh | None = None, *, timeout: float | None = None) -> None:

@@ -7,7 +7,7 @@ computes attention to one chunk of keys at a time and merges the results by log-
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypedDict, Unpack
 
 import torch
@@ -17,22 +17,22 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..attention import dispatch
 from ..attention.backends import blockwise, blockwise_stats
-from ..attention.backends.blockwise_stats import RowSums
+from ..attention.backends.row_sums import RowSums
 from ..attention.call import AttentionCall, StatsRequest, build_request
 from ..attention.options import Window, check_options
 from ..attention.stats import HeadStats
 from ..attention.validation import band, check_numbers, check_per_head, shown, sizes
 from ..attention.visibility_options import check_same_dtype_and_device
 from ..errors import ShapeError
-from . import partial_attention
+from . import context_operators, partial_attention
 from .agreement import describe_tensor
-from .exchange import Block, Channel, GradientExchange, KeyValueExchange, Step
+from .exchange import ALL_LOCAL, Block, Channel, GradientExchange, KeyValueExchange, Step
 from .partial_attention import PartOptions
 from .ranks import Ranks, ranks_of
 from .sequence_shards import plan_of_counts
 
 
-class RingOptions(TypedDict, total=False):
+class ContextParallelOptions(TypedDict, total=False):
     """The options of attention over a split sequence, which must be the same on all ranks."""
 
     causal: bool
@@ -46,17 +46,17 @@ class RingOptions(TypedDict, total=False):
     zigzag: bool | None
 
 
-RING = tuple(RingOptions.__annotations__)
+OPTION_NAMES = tuple(ContextParallelOptions.__annotations__)
 
 
-def ring_attend(
+def context_parallel_attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     *,
     mesh: DeviceMesh | None = None,
     timeout: float | None = None,
-    **options: Unpack[RingOptions],
+    **options: Unpack[ContextParallelOptions],
 ) -> Tensor:
     """headwise.attend over a sequence whose tokens are split over ranks. All ranks must call it.
 
@@ -83,19 +83,26 @@ def ring_attend(
 
     Example:
         >>> q, k, v = (headwise.scale.shard_sequence(x, 2) for x in (q, k, v))
-        >>> out = headwise.scale.ring_attend(q, k, v, causal=True)
+        >>> out = headwise.scale.context_parallel_attend(q, k, v, causal=True)
     """
+    if torch.compiler.is_compiling():
+        check_options(options, OPTION_NAMES)
+        return context_operators.attend(q, k, v, options, mesh, timeout)
     ranks = ranks_of(mesh, timeout)
-    return attend_split(q, k, v, ranks, _agree_on_call(q, k, v, ranks, options), options)
+    return attend_split(q, k, v, ranks, agree_on_call(q, k, v, ranks, options), options)
 
 
-def attend_split(q: Tensor, k: Tensor, v: Tensor, ranks: Ranks, counts: Sequence[int], options: RingOptions) -> Tensor:
-    """`ring_attend` after an agreement about the tokens on each rank and the options."""
-    out: Tensor = _ContextParallelAttention.apply(q, k, v, options.get("sinks"), _call(q, ranks, counts, options))
-    return _apply_gates(out, options.get("gates"))
+def attend_split(
+    q: Tensor, k: Tensor, v: Tensor, ranks: Ranks, counts: Sequence[int], options: ContextParallelOptions
+) -> Tensor:
+    """`context_parallel_attend` after an agreement about the tokens on each rank and the options."""
+    out: Tensor = _ContextParallelAttention.apply(
+        q, k, v, options.get("sinks"), build_split_call(q, ranks, counts, options)
+    )
+    return apply_gates(out, options.get("gates"))
 
 
-def ring_head_stats(
+def context_parallel_head_stats(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -104,25 +111,25 @@ def ring_head_stats(
     classes: dict[str, Tensor] | None = None,
     mesh: DeviceMesh | None = None,
     timeout: float | None = None,
-    **options: Unpack[RingOptions],
+    **options: Unpack[ContextParallelOptions],
 ) -> tuple[Tensor, HeadStats]:
     """headwise.head_stats over a sequence whose tokens are split over ranks. All ranks must call it. No gradients.
 
     Args:
-        q, k, v: as in `ring_attend`.
+        q, k, v: as in `context_parallel_attend`.
         queries: (B, tokens here), the real queries among this rank's tokens.
         classes: {name: (B, tokens here)}, of this rank's tokens; the same names on all ranks.
-        mesh, timeout, options: as in `ring_attend`.
+        mesh, timeout, options: as in `context_parallel_attend`.
 
     Returns:
         The output of this rank's tokens, and the statistics of the whole sequences, the same on every rank.
 
     Example:
-        >>> out, stats = headwise.scale.ring_head_stats(q, k, v, causal=True)
+        >>> out, stats = headwise.scale.context_parallel_head_stats(q, k, v, causal=True)
         >>> stats["entropy"]  # (Hq,), over all tokens
     """
     ranks = ranks_of(mesh, timeout)
-    call = _call(q, ranks, _agree_on_call(q, k, v, ranks, options), options)
+    call = build_split_call(q, ranks, agree_on_call(q, k, v, ranks, options), options, stats=True)
     sinks, class_masks = options.get("sinks"), dict(classes or {})
 
     def describe_classes() -> str:
@@ -134,7 +141,7 @@ def ring_head_stats(
         out, _, rows = call.forward(q, k, v, sinks, class_masks)
         assert rows is not None
         if sinks is not None:
-            rows = partial_attention.rebase_rows(rows, blockwise.row_maximum(rows.largest, sinks))
+            rows.rebase(blockwise.row_maximum(rows.largest, sinks))
         stats = blockwise_stats.stats_from_rows(rows, sinks, StatsRequest(queries, class_masks))
         totals, largest = torch.stack([*stats.sums.values(), stats.count]), torch.stack([*stats.maxima.values()])
         has_nan = largest.isnan().to(largest.dtype)  # whether a maximum over ranks keeps NaN depends on the transport
@@ -143,13 +150,22 @@ def ring_head_stats(
         call.ranks.all_reduce(largest, "the maximum of statistics", op=dist.ReduceOp.MAX)
     *sums, count = totals.unbind()
     maxima = torch.where(largest[1] > 0, torch.nan, largest[0]).unbind()
-    return _apply_gates(out, options.get("gates")), HeadStats(
+    return apply_gates(out, options.get("gates")), HeadStats(
         dict(zip(stats.sums, sums, strict=True)), count, dict(zip(stats.maxima, maxima, strict=True))
     )
 
 
-def _agree_on_call(q: Tensor, k: Tensor, v: Tensor, ranks: Ranks, options: RingOptions) -> list[int]:
+def agree_on_call(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ranks: Ranks,
+    options: ContextParallelOptions,
+    with_gradient: bool | None = None,
+) -> list[int]:
     """Validate a call on all ranks together: a call that one of them refuses, or makes differently, fails on all.
+
+    with_gradient: whether it is to have gradients; None to see from the tensors.
 
     Returns:
         The tokens on each rank.
@@ -158,14 +174,17 @@ def _agree_on_call(q: Tensor, k: Tensor, v: Tensor, ranks: Ranks, options: RingO
     values = {name: x for name, x in _per_head(options).items() if x.is_floating_point()}
     return ranks.agree(
         "what to attend to",
-        lambda: check_and_describe(q, k, v, options),
+        lambda: check_and_describe(q, k, v, options, with_gradient),
         values=values,
         number=q.shape[2] if q.dim() > 2 else 0,
     )
 
 
-def _call(q: Tensor, ranks: Ranks, counts: Sequence[int], options: RingOptions) -> ContextParallelCall:
-    left, right = band(options.get("causal", False), options.get("window"))
+def build_split_call(
+    q: Tensor, ranks: Ranks, counts: Sequence[int], options: ContextParallelOptions, stats: bool = False
+) -> ContextParallelCall:
+    """The call on this rank, after an agreement. stats: its statistics are wanted, which depend on positions."""
+    left, right = band_of(options)
     scale = options.get("scale")
     parts = PartOptions(
         left=left,
@@ -175,13 +194,16 @@ def _call(q: Tensor, ranks: Ranks, counts: Sequence[int], options: RingOptions) 
         slopes=options.get("slopes"),
         lengths=options.get("lengths"),
     )
-    return ContextParallelCall(Channel(ranks, plan_of_counts(counts, left, right, _zigzag(options))), parts)
+    plan = plan_of_counts(counts, left, right, is_zigzag(options))
+    return ContextParallelCall(Channel(ranks, plan, joint=not (stats or parts.depends_on_positions)), parts)
 
 
-def check_and_describe(q: Tensor, k: Tensor, v: Tensor, options: RingOptions) -> str:
+def check_and_describe(
+    q: Tensor, k: Tensor, v: Tensor, options: ContextParallelOptions, with_gradient: bool | None = None
+) -> str:
     """What one rank is about to compute, as text that must be the same on all; an error where it cannot be computed."""
-    check_options(options, RING)
-    left, right = band(options.get("causal", False), options.get("window"))
+    check_options(options, OPTION_NAMES)
+    left, right = band_of(options)
     size = sizes(q, k, v)
     check_same_dtype_and_device(q, k, v)
     scale, softcap, lengths = options.get("scale"), options.get("softcap"), options.get("lengths")
@@ -198,26 +220,35 @@ def check_and_describe(q: Tensor, k: Tensor, v: Tensor, options: RingOptions) ->
     ends = None if lengths is None else lengths.tolist()
     parts = [
         f"{size.heads} and {size.kv_heads} heads of {size.dim} and {size.value_dim}, batch {size.batch}, {q.dtype}",
-        f"window {left}, {right}, lengths {ends}, scale {scale}, softcap {softcap}, zigzag {_zigzag(options)}",
+        f"window {left}, {right}, lengths {ends}, scale {scale}, softcap {softcap}, zigzag {is_zigzag(options)}",
         *(f"{name} {describe_tensor(x)}" for name, x in per_head.items()),
     ]
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
+    if with_gradient is None:
+        with_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    if with_gradient:
         parts.append("with gradient")
     return ", ".join(parts)
 
 
-def _per_head(options: RingOptions) -> dict[str, Tensor]:
+def _per_head(options: ContextParallelOptions) -> dict[str, Tensor]:
     """The options that are numbers per head, by name."""
     tensors = {"sinks": options.get("sinks"), "slopes": options.get("slopes"), "gates": options.get("gates")}
     return {name: x for name, x in tensors.items() if x is not None}
 
 
-def _zigzag(options: RingOptions) -> bool:
+def band_of(options: ContextParallelOptions) -> tuple[int | None, int | None]:
+    """How many keys before and after its own position a query may attend to; None for all."""
+    return band(options.get("causal", False), options.get("window"))
+
+
+def is_zigzag(options: ContextParallelOptions) -> bool:
+    """How the tokens are split."""
     zigzag = options.get("zigzag")
     return options.get("causal", False) if zigzag is None else zigzag
 
 
-def _apply_gates(out: Tensor, gates: Tensor | None) -> Tensor:
+def apply_gates(out: Tensor, gates: Tensor | None) -> Tensor:
+    """Each head's output times its gate."""
     return out if gates is None else out * gates.to(out.dtype).view(-1, out.shape[1], 1, 1)
 
 
@@ -233,19 +264,40 @@ class ContextParallelCall:
         return self.channel.ranks
 
     def parts(self, step: Step, block: Block | None, q: Tensor) -> Iterator[tuple[Any, range, AttentionCall]]:
-        """One call per chunk of local queries that may attend to a block of keys.
+        """The calls of local queries that may attend to a block of keys.
 
         Yields:
-            The index of the chunk's queries in q, the positions of the keys, and the call.
+            The index of the queries in q, the positions of the keys, and the call.
         """
         if step.chunk is None or block is None:
             return
-        plan = self.channel.plan
-        options, keys = self.options.for_heads(step.query_heads), plan.chunks[step.chunk]
-        for chunk in plan.chunks_of(self.ranks.rank):
-            if plan.attends(chunk, step.chunk):
-                index, queries = (slice(None), step.query_heads, self.channel.local_slice(chunk)), plan.chunks[chunk]
-                yield index, keys, options.call(q[index], block.k, block.v, queries, keys)
+        options = self.options.for_heads(step.query_heads)
+        if self.channel.joint and not step.local:
+            options = replace(options, right=None)
+        for rows, queries, keys in self._pairs(step.chunk):
+            index = (slice(None), step.query_heads, rows)
+            yield index, keys, options.call(q[index], block.k, block.v, queries, keys)
+
+    def _pairs(self, chunk: int) -> Iterator[tuple[slice, range, range]]:
+        """Local queries that may attend to a chunk of keys: where they are, and the positions of queries and keys.
+
+        Where the order of tokens is all that matters, a rank's own tokens are one sequence, and those that may attend
+        to a chunk of another rank may attend to all of it: the positions are then others of the same order.
+        """
+        plan, rank = self.channel.plan, self.ranks.rank
+        if chunk == ALL_LOCAL:
+            tokens = range(plan.token_count(rank))
+            if tokens:
+                yield slice(0, len(tokens)), tokens, tokens
+            return
+        attending, keys = [query for query in plan.chunks_of(rank) if plan.attends(query, chunk)], plan.chunks[chunk]
+        if self.channel.joint and attending:
+            places = [self.channel.local_slice(query) for query in attending]
+            rows = slice(places[0].start, places[-1].stop)
+            yield rows, range(rows.stop - rows.start), range(len(keys))
+            return
+        for query in attending:
+            yield self.channel.local_slice(query), plan.chunks[query], keys
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, classes: dict[str, Tensor] | None = None
@@ -254,9 +306,8 @@ class ContextParallelCall:
         dtype = blockwise.upcast(q[:0]).dtype
         out = torch.zeros(*q.shape[:3], v.shape[3], dtype=dtype, device=q.device)
         lse = torch.full(q.shape[:3], -torch.inf, dtype=dtype, device=q.device)
-        rows = None if classes is None else partial_attention.empty_rows(q, len(classes))
+        rows = None if classes is None else RowSums.empty(out, q.shape[:3], len(classes))
         members = None if not classes else torch.stack(list(classes.values()), 1).to(k.dtype)  # (B, classes, T)
-        first = torch.zeros(q.shape[0], dtype=torch.long, device=q.device)
         for step, block in KeyValueExchange(self.channel, q, k, v, members):
             for index, keys, call in self.parts(step, block, q):
                 assert block is not None
@@ -265,11 +316,14 @@ class ContextParallelCall:
                 else:
                     flags = [] if block.classes is None else block.classes.bool().unbind(1)
                     class_masks = dict(zip(classes or {}, flags, strict=True))
-                    part_out, part_lse, part_rows = partial_attention.attend_part_with_stats(
-                        q[index], block.k, block.v, call, first - keys.start, class_masks
+                    part_out, part_lse, part_rows = dispatch.attend_with_rows(
+                        q[index], block.k, block.v, call, class_masks, has_first=keys.start == 0
                     )
-                    _write_rows(rows, index, partial_attention.join_rows(_read_rows(rows, index), part_rows))
-                partial_attention.merge_part(out[index], lse[index], part_out, part_lse)
+                    rows.merge(index, part_rows)
+                if step.chunk == ALL_LOCAL:  # the first part of its rows
+                    out[index], lse[index] = part_out, part_lse
+                else:
+                    partial_attention.merge_part(out[index], lse[index], part_out, part_lse)
         if sinks is not None:
             with_sinks = torch.logaddexp(lse, sinks.detach().to(dtype).view(1, -1, 1))
             out.mul_((lse - with_sinks).exp_()[..., None])
@@ -297,15 +351,6 @@ class ContextParallelCall:
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
-def _read_rows(rows: RowSums, index: Any) -> RowSums:
-    return RowSums(*(getattr(rows, name)[index] for name in RowSums.__dataclass_fields__))
-
-
-def _write_rows(rows: RowSums, index: Any, values: RowSums) -> None:
-    for name in RowSums.__dataclass_fields__:
-        getattr(rows, name)[index] = getattr(values, name)
-
-
 class _ContextParallelAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: ContextParallelCall) -> Tensor:
@@ -323,6 +368,11 @@ class _ContextParallelAttention(torch.autograd.Function):
             gradients = ctx.call.backward(grad, q, k, v, out, lse)
         sinks_grad = None
         if sinks is not None and ctx.needs_input_grad[3]:
-            weight = (sinks.view(1, -1, 1) - lse).exp()  # (B, H, T)
-            sinks_grad = -(weight * (grad * out).sum(-1)).sum((0, 2)).to(sinks.dtype)
+            sinks_grad = sinks_gradient(grad, out, lse, sinks)
         return *gradients, sinks_grad, None
+
+
+def sinks_gradient(grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """The gradient of sinks (Hq,), of this rank's queries."""
+    weight = (sinks.view(1, -1, 1) - lse).exp()  # (B, H, T)
+    return -(weight * (grad * out).sum(-1)).sum((0, 2)).to(sinks.dtype)

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -23,6 +22,7 @@ from .sequence_plan import SequencePlan
 
 BLOCKS_AHEAD = 2  # blocks under way while attention is computed with one
 MOST_CHUNKS = 2  # on a rank
+ALL_LOCAL = -1  # as a chunk: all tokens of this rank
 SMALL_MESSAGE = 1 << 20  # bytes of a message below which several KV heads share one
 
 
@@ -32,7 +32,7 @@ class Step:
 
     kv_heads: slice
     query_heads: slice
-    chunk: int | None  # the chunk that this rank attends to; None where it only sends
+    chunk: int | None  # the chunk that this rank attends to, or ALL_LOCAL; None where it only sends
     source: int  # the rank that holds it
     sent_chunk: int | None  # the chunk that this rank sends; None where it only receives
     target: int  # the rank that it is sent to
@@ -49,15 +49,26 @@ class Block(NamedTuple):
 
     def pack(self) -> Tensor:
         """All in one message."""
-        return torch.cat([x.flatten() for x in self if x is not None])
+        tensors = [x for x in self if x is not None]
+        message = tensors[0].new_empty(sum(x.numel() for x in tensors))
+        for part, x in zip(message.split([x.numel() for x in tensors]), tensors, strict=True):
+            part.view(x.shape).copy_(x)  # x is rarely contiguous: flattening it would copy it once more
+        return message
 
 
 @dataclass(frozen=True)
 class Channel:
-    """Point-to-point messages between ranks that each hold some chunks of a sequence."""
+    """Point-to-point messages between ranks that each hold some chunks of a sequence.
+
+    Args:
+        ranks: of the sequence.
+        plan: which rank holds which chunks, and which of them attends to which.
+        joint: whether a rank attends to all of its own tokens in one step.
+    """
 
     ranks: Ranks
     plan: SequencePlan
+    joint: bool = False
 
     def steps(self, q: Tensor, k: Tensor) -> list[Step]:
         """This rank's schedule. Steps of two ranks that exchange messages come in the same order on both."""
@@ -68,9 +79,8 @@ class Channel:
         for message, first in enumerate(range(0, k.shape[1], heads_per_message)):
             kv_heads = slice(first, min(first + heads_per_message, k.shape[1]))
             query_heads = slice(kv_heads.start * group, kv_heads.stop * group)
-            steps += [
-                Step(kv_heads, query_heads, chunk, rank, None, rank, local=True) for chunk in plan.chunks_of(rank)
-            ]
+            chunks = (ALL_LOCAL,) if self.joint else plan.chunks_of(rank)
+            steps += [Step(kv_heads, query_heads, chunk, rank, None, rank, local=True) for chunk in chunks]
             for source, target, exchanged in exchanges(plan, rank):
                 for n, (chunk, sent_chunk) in enumerate(exchanged):
                     tag = message * MOST_CHUNKS + n
@@ -79,6 +89,8 @@ class Channel:
 
     def local_slice(self, chunk: int) -> slice:
         """Where one of this rank's chunks is among its tokens."""
+        if chunk == ALL_LOCAL:
+            return slice(None)
         return self.plan.chunk_slice(self.ranks.rank, chunk)
 
     def post(self, tag: int, message: Tensor | None, target: int, buffer: Tensor | None, source: int) -> list[Any]:

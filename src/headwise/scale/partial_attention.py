@@ -10,10 +10,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..attention.backends import blockwise, blockwise_stats, sdpa
-from ..attention.backends.blockwise_stats import RowSums
-from ..attention.call import AttentionCall, StatsRequest, build_call
-from ..attention.stats import STEPS
+from ..attention import dispatch
+from ..attention.backends import blockwise, sdpa
+from ..attention.call import AttentionCall, build_call
 
 
 @dataclass(frozen=True)
@@ -30,6 +29,11 @@ class PartOptions:
     def for_heads(self, heads: slice) -> PartOptions:
         """The options of some query heads."""
         return self if self.slopes is None else replace(self, slopes=self.slopes[heads])
+
+    @property
+    def depends_on_positions(self) -> bool:
+        """Whether attention depends on more than the order of tokens."""
+        return not (self.left is None and self.right in (None, 0) and self.slopes is None and self.lengths is None)
 
     def call(self, q: Tensor, k: Tensor, v: Tensor, query: range, key: range) -> AttentionCall:
         """The validated call of one part, whose queries and keys have these positions in the sequence."""
@@ -64,6 +68,9 @@ def backward_part(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: AttentionCall
 ) -> PartGradients:
     """The gradients of a part, from the output and the log-sum-exp over all parts."""
+    computed = dispatch.gradients_from_lse(grad, q, k, v, out, lse, call)
+    if computed is not None:
+        return PartGradients(*computed)
     size, group = call.size, call.size.group
     ungrouped = replace(call, visibility=replace(call.visibility, size=replace(size, kv_heads=size.heads)))
     if call.softcap is None and q.dtype == out.dtype == grad.dtype and sdpa.has_backward(ungrouped):
@@ -110,46 +117,3 @@ def _backward_blockwise(
             )
             dv[key_index] += blockwise.group_rows(p, count).transpose(-1, -2) @ blockwise.group_rows(do, count)
     return PartGradients(dq.to(q.dtype), dk, dv)
-
-
-def attend_part_with_stats(
-    q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, first: Tensor, classes: dict[str, Tensor]
-) -> tuple[Tensor, Tensor, RowSums]:
-    """The output, the log-sum-exp, and the sums of every row for its statistics."""
-    out, rows = blockwise_stats.row_sums(q, k, v, call, first, StatsRequest(classes=classes))
-    assert out is not None  # there are values
-    return out, blockwise.row_maximum(rows.largest, None) + rows.class_sums[..., 0].log(), rows
-
-
-def join_rows(rows: RowSums, other: RowSums) -> RowSums:
-    """The sums of the same rows over two sets of keys."""
-    largest = torch.maximum(rows.largest, other.largest)
-    base = blockwise.row_maximum(largest, None)
-    a, b = rebase_rows(rows, base), rebase_rows(other, base)
-    return RowSums(
-        largest=largest,
-        largest_logit=torch.maximum(rows.largest_logit, other.largest_logit),
-        weighted_scores=a.weighted_scores + b.weighted_scores,
-        distances=a.distances + b.distances,
-        single_keys=a.single_keys + b.single_keys,
-        class_sums=a.class_sums + b.class_sums,
-        has_keys=a.has_keys | b.has_keys,
-    )
-
-
-def rebase_rows(rows: RowSums, base: Tensor) -> RowSums:
-    """The sums with `base` (B, H, Tq), at least the largest score, subtracted before `exp`."""
-    shift = blockwise.row_maximum(rows.largest, None) - base
-    factor = shift.exp()
-    return replace(
-        rows,
-        weighted_scores=factor * (rows.weighted_scores + rows.class_sums[..., 0] * shift),
-        distances=factor * rows.distances,
-        single_keys=factor[..., None] * rows.single_keys,
-        class_sums=factor[..., None] * rows.class_sums,
-    )
-
-
-def empty_rows(q: Tensor, classes: int) -> RowSums:
-    """The sums of queries (B, H, Tq, D) over no keys."""
-    return RowSums.empty(blockwise.upcast(q[:0]), q.shape[:3], 1 + len(STEPS), classes)

@@ -1,8 +1,8 @@
 """The processes of one group (ranks): their collectives, agreements between them, and errors that reach all of them.
 
 An agreement comes before anything is sent: ranks that are about to do different things all get the same error, where
-collectives would hang or give wrong numbers. It is one all-reduce of a digest; only where digests differ, an all-gather
-of the ranks' descriptions follows, for the error message.
+collectives would hang or give wrong numbers. It is one all-reduce of a digest, or direct sends between few ranks;
+only where digests differ, an all-gather of the ranks' descriptions follows, for the error message.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ ABSENCE_WAIT = 2.0  # seconds in which a rank finds out which others wait too
 STORE_WAIT = 5.0  # seconds in which the store answers; else the machine that holds it is cut off
 WAITING_KEY = "headwise/waiting"  # in the store: what a rank waited for when the transport failed
 FAILURE_KEY = "headwise/failure"  # in the store: the message of the rank that failed
+FEW_RANKS = 8  # up to so many, every rank sends its digest to every other, which takes less time than an all-reduce
 UNUSED_TAG = (1 << 31) - 1  # of point-to-point messages that no rank sends
+AGREEMENT_TAG = UNUSED_TAG - 1  # of digests
 OUT_OF_STEP = "the ranks are no longer in step, start all of them again"
 
 ranks_by_key: dict[str, Ranks] = {}  # for operators in compiled graphs, which take numbers and text only
@@ -132,14 +134,35 @@ class Ranks:
 
     def _agreed_numbers(self, activity: str, record: Record, values: Mapping[str, Tensor]) -> list[int] | None:
         """Every rank's number, where all records are alike; the same answer on every rank, None where they are not."""
-        numbers = [-math.inf] * self.count
-        numbers[self.rank] = record.number
-        maxima = torch.tensor([*record.extremes(), *numbers], dtype=torch.float64, device=self.device)
-        with self.transport_errors(activity), uncounted():
-            self._wait(dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=self.group, async_op=True))
-        results = maxima.tolist()
-        extremes, numbers = results[: -self.count], results[-self.count :]
-        return [int(number) for number in numbers] if is_alike(extremes, values) else None
+        extremes = record.extremes()
+        if self.count <= FEW_RANKS:
+            row = torch.tensor([*extremes, record.number], dtype=torch.float64, device=self.device)
+            with self.transport_errors(activity), uncounted():
+                rows = self._gather_digests(row)
+            maxima, numbers = rows[:, :-1].amax(0).tolist(), rows[:, -1].tolist()
+        else:
+            numbers = [-math.inf] * self.count
+            numbers[self.rank] = record.number
+            columns = torch.tensor([*extremes, *numbers], dtype=torch.float64, device=self.device)
+            with self.transport_errors(activity), uncounted():
+                self._wait(dist.all_reduce(columns, op=dist.ReduceOp.MAX, group=self.group, async_op=True))
+            results = columns.tolist()
+            maxima, numbers = results[: len(extremes)], results[len(extremes) :]
+        return [int(number) for number in numbers] if is_alike(maxima, values) else None
+
+    def _gather_digests(self, row: Tensor) -> Tensor:
+        """Every rank's row, by direct sends where they go around the queue of collectives, as in gloo."""
+        rows = row.expand(self.count, -1).clone()
+        if dist.get_backend(self.group) != "gloo":
+            self._wait(dist.all_gather(list(rows.unbind()), row, group=self.group, async_op=True))
+            return rows
+        others = [rank for rank in range(self.count) if rank != self.rank]
+        options = {"group": self.group, "tag": AGREEMENT_TAG}
+        works = [dist.irecv(rows[rank], group_src=rank, **options) for rank in others]
+        works += [dist.isend(row, group_dst=rank, **options) for rank in others]
+        for work in works:
+            self._wait(work)
+        return rows
 
     def _exchange_records(self, activity: str, record: Record) -> list[Record]:
         """Every rank's record."""
@@ -348,8 +371,14 @@ def ranks_of(mesh: DeviceMesh | None = None, timeout: float | None = None, dimen
     """
     if not dist.is_initialized():
         return Ranks(timeout=TIMEOUT if timeout is None else timeout)
+    world = dist.distributed_c10d._get_default_group()
+    if _world.get("group") is not world:  # another run of init_process_group, whose groups may have the same names
+        _world.clear()
+        ranks_by_key.clear()
+        _world["group"] = world
     kind = "cuda" if dist.get_backend() == "nccl" else "cpu"
-    mesh = init_device_mesh(kind, (dist.get_world_size(),)) if mesh is None else mesh
+    if mesh is None:  # making a mesh takes as long as an agreement
+        mesh = _world["mesh"] = _world.get("mesh") or init_device_mesh(kind, (dist.get_world_size(),))
     if mesh.ndim > 1 and dimension in (mesh.mesh_dim_names or ()):
         mesh = mesh[dimension]
     if mesh.ndim != 1:
@@ -357,8 +386,12 @@ def ranks_of(mesh: DeviceMesh | None = None, timeout: float | None = None, dimen
     device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device("cpu")
     timeout = _group_timeout(mesh.get_group(), device) if timeout is None else timeout
     key = f"{mesh.get_group().group_name} {timeout:g}"
-    ranks_by_key[key] = Ranks(mesh.get_local_rank(), mesh.size(), device, mesh, timeout, key)
+    if key not in ranks_by_key:
+        ranks_by_key[key] = Ranks(mesh.get_local_rank(), mesh.size(), device, mesh, timeout, key)
     return ranks_by_key[key]
+
+
+_world: dict[str, Any] = {}  # the default process group, and the mesh of all its ranks
 
 
 def _group_timeout(group: Any, device: torch.device) -> float:

@@ -25,7 +25,7 @@ def shard_sequence(x: Tensor, dim: int, *, zigzag: bool = True, mesh: DeviceMesh
 
     Example:
         >>> q, k, v = (headwise.scale.shard_sequence(x, 2) for x in (q, k, v))
-        >>> out = headwise.scale.gather_sequence(headwise.scale.ring_attend(q, k, v, causal=True), 2)
+        >>> out = headwise.scale.gather_sequence(headwise.scale.context_parallel_attend(q, k, v, causal=True), 2)
     """
     ranks = ranks_of(mesh)
     plan = SequencePlan(x.shape[dim], ranks.count, zigzag=zigzag)

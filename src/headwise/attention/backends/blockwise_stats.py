@@ -38,41 +38,16 @@ from .blockwise import (
     zero_hidden_keys,
 )
 from .protocol import NO_EXTRA, ExtraOutputs, Outputs, apply_gates
+from .row_sums import LOW, RowSums
 
 NAME = "blockwise"
-LOW = -1e4  # exp of it is 0 in every precision, and 0 times it is not NaN
 FEW = 64  # rows per KV head below which copying its values costs more than it saves
-
-
-@dataclass(frozen=True)
-class RowSums:
-    """What is kept of every query's scores, each (B, H, Tq) or with columns behind."""
-
-    largest: Tensor  # the largest score
-    largest_logit: Tensor  # the largest scale * q.k of a visible key
-    weighted_scores: Tensor  # sum e (s - m)
-    distances: Tensor  # sum e |i - j|
-    single_keys: Tensor  # (..., 1 or 4): e at the first key, and at the previous, next and own position
-    class_sums: Tensor  # (..., 1 + classes): sum e over all keys, and over each class of them
-    has_keys: Tensor  # whether any key is visible
-
-    @classmethod
-    def empty(cls, like: Tensor, shape: tuple[int, ...], single_keys: int, classes: int) -> RowSums:
-        """For (B, H, Tq) queries and no keys yet."""
-        return cls(
-            largest=like.new_full(shape, -torch.inf),
-            largest_logit=like.new_full(shape, -torch.inf),
-            weighted_scores=like.new_zeros(shape),
-            distances=like.new_zeros(shape),
-            single_keys=like.new_zeros(*shape, single_keys),
-            class_sums=like.new_zeros(*shape, 1 + classes),
-            has_keys=like.new_zeros(shape, dtype=torch.bool),
-        )
 
 
 def why_not(q: Tensor, call: AttentionCall, extra: ExtraOutputs = NO_EXTRA) -> str | None:
     """Why this backend cannot compute a call, or None."""
-    return "blockwise_stats gives the output and statistics alone" if extra.lse or extra.strongest else None
+    others = extra.lse or extra.strongest or extra.rows
+    return "blockwise_stats gives the output and statistics alone" if others else None
 
 
 def explain(call: AttentionCall) -> str:
@@ -136,7 +111,7 @@ def row_sums(
     width = size.value_dim
     columns = columns if wide is None else wide[..., width:]
 
-    sums = RowSums.empty(like, (size.batch, size.heads, size.queries), single_keys, len(request.classes))
+    sums = RowSums.empty(like, (size.batch, size.heads, size.queries), len(request.classes))
     # laid out so that concatenating the heads needs no copy
     out = None if v is None else q.new_zeros(size.batch, size.queries, size.heads, width).transpose(1, 2)
     scratch = (Scratch(like), Scratch(like)) if visibility.readable else (None, None)
@@ -174,7 +149,8 @@ def row_sums(
                 of_columns = of_columns.view(*e.shape[:3], columns.shape[-1])
             sums.largest[here], sums.class_sums[here] = largest, of_columns[..., 3:]
             sums.weighted_scores[here] = s.mul_(e).sum(-1)
-            sums.single_keys[here] = e.gather(-1, single[batch].expand(*e.shape[:3], single_keys)) * exists[batch]
+            single_weights = e.gather(-1, single[batch].expand(*e.shape[:3], single_keys)) * exists[batch]
+            sums.single_keys[..., :single_keys][here] = single_weights
             sums.has_keys[here] = part.call.visibility.has_visible_keys(rows)
             if zone is not None:
                 sums.distances[here] = zone.distances(e, of_columns[..., :3], batch)
@@ -182,7 +158,7 @@ def row_sums(
             if out is not None and values is not None:
                 out[here] = (values / total[..., None]).to(q.dtype)
             if received is not None:
-                real = _real_queries(sums.has_keys[here], request, batch, rows)
+                real = _real_queries(sums.has_keys[here].bool(), request, batch, rows)
                 visible = part.call.visibility.allowed(rows, low, high)
                 # a NaN reaches the keys that its row sees, and no others
                 seen = real[..., None] if visible is None else visible & real[..., None]
@@ -268,15 +244,16 @@ def stats_from_rows(
     """The statistics of every row, summed over the queries that count."""
     keys, *shares = sums.class_sums.unbind(-1)
     total = _denominator(keys, sums.largest, sinks)
+    names = ("first",) if request.cross else ("first", *STEPS)
     per_query = {
         "entropy": keys * total.log() - sums.weighted_scores,
         "confidence": torch.exp(sums.largest - row_maximum(sums.largest, sinks)),
-        **dict(zip(("first", *STEPS), sums.single_keys.unbind(-1), strict=False)),
+        **dict(zip(names, sums.single_keys.unbind(-1), strict=False)),
         **({} if request.cross else {"distance": sums.distances}),
         **({} if sinks is None else {"sink": _sink_part(sums.largest, sinks)}),
         **{SHARE + name: share for name, share in zip(request.classes, shares, strict=True)},
     }
-    real = _real_queries(sums.has_keys, request, slice(None), slice(None))
+    real = _real_queries(sums.has_keys.bool(), request, slice(None), slice(None))
     exact = _exact_dtype(total.device)
     row_lse = row_maximum(sums.largest, sinks) + total.log()
     if sinks is None:  # where all scores are -inf, total is 1 in place of 0

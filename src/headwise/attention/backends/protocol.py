@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from torch import Tensor
 
 from ..call import AttentionCall, StatsRequest
 from ..stats import HeadStats
+
+if TYPE_CHECKING:
+    from .row_sums import RowSums
 
 
 class ExtraOutputs(NamedTuple):
@@ -16,6 +19,7 @@ class ExtraOutputs(NamedTuple):
     stats: StatsRequest | None = None
     lse: bool = False  # each row's log-sum-exp
     strongest: int = 0  # the number of largest weights per row, and their keys
+    rows: bool = False  # the sums of each row behind the statistics, which must be wanted, too
 
 
 NO_EXTRA = ExtraOutputs()
@@ -35,6 +39,7 @@ class Outputs(NamedTuple):
     stats: HeadStats | None = None
     lse: Tensor | None = None  # (B, H, Tq) float32; -inf for a query with no visible keys
     strongest: StrongestKeys | None = None
+    rows: RowSums | None = None
 
 
 class Backend(Protocol):

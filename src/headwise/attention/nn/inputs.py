@@ -17,9 +17,10 @@ if TYPE_CHECKING:
     from .stack import Caches
 
 
-def check_integers(name: str, x: Tensor, form: str, fits: bool) -> None:
-    """Require whole numbers of the described shape."""
+def check_integers(name: str, x: Tensor, form: str, fits: bool, shape: Sequence[int] | None = None) -> None:
+    """Require whole numbers of the described shape, whose sizes are `shape`: only shown, since they may be symbols."""
     if not fits or x.dtype not in (torch.int64, torch.int32):
+        form = form if shape is None else f"{form} = {shown(shape)}"
         raise ShapeError(f"{name} must be whole numbers {form}, got {x.dtype} {shown(x.shape)}")
 
 

@@ -148,7 +148,7 @@ class _Stack(nn.Module):
 
     def _check_positions(self, positions: Tensor, ids: Tensor) -> None:
         fits = tuple(positions.shape) in (tuple(ids.shape), tuple(ids.shape[1:]))
-        check_integers("positions", positions, f"(T,) or (B, T) = {shown(ids.shape)}", fits)
+        check_integers("positions", positions, "(T,) or (B, T)", fits, ids.shape)
         if self.shape.positions != "learned":
             return
         low, high = range_of(positions, unknown=ids.shape[1] - 1)
@@ -216,7 +216,7 @@ class Encoder(_Stack):
     def _check_types(self, types: Tensor | None, ids: Tensor) -> None:
         if types is None:
             return
-        check_integers("types", types, f"(B, T) = {shown(ids.shape)}", types.shape == ids.shape)
+        check_integers("types", types, "(B, T)", types.shape == ids.shape, ids.shape)
         low, high = range_of(types)
         if low < 0 or high >= self.shape.token_types:
             raise ShapeError(f"types {low} to {high} do not fit the model, which has {self.shape.token_types} of them")

@@ -27,7 +27,23 @@ enum { MAX_CLASSES = 8, MAX_STRONGEST = 16, DROPOUT_RANGE = 1 << 16 };
     X(MAX_LOGIT, "max_logit")   /* the largest scale * q . k */         \
     X(COUNT, "count")           /* 1 per row, so that sums have means */
 
+/* The sums of a row that those of other keys can be merged with, in the order of Call.rows. The sums over the key classes
+   follow. With s the scores in nats, m the largest of them and e = exp(s - m): */
+#define ROW_SUMS(X)                                                              \
+    X(LARGEST, "largest")                 /* m; NaN where a score is undefined */ \
+    X(LARGEST_LOGIT, "largest_logit")     /* the largest scale * q . k */         \
+    X(HAS_KEYS, "has_keys")               /* 1 where a key is visible, else 0 */  \
+    X(WEIGHTED_SCORES, "weighted_scores") /* sum e (s - m) */                     \
+    X(DISTANCES, "distances")             /* sum e |query - key| */               \
+    X(FIRST, "first")                     /* e at the first key, */               \
+    X(PREVIOUS, "previous")               /* the key before, */                   \
+    X(NEXT, "next")                       /* the key after, */                    \
+    X(SELF, "self")                       /* and the query's own position */      \
+    X(TOTAL, "total")                     /* sum e */
+
 #define STATISTIC_COLUMN(id, name) STAT_##id,
+#define ROW_SUM_COLUMN(id, name) ROW_##id,
+enum { ROW_SUMS(ROW_SUM_COLUMN) ROW_CLASS };
 enum { STATISTICS(STATISTIC_COLUMN) STAT_CLASS, MAX_STATS = STAT_CLASS + MAX_CLASSES };
 
 typedef struct {
@@ -62,11 +78,13 @@ typedef struct {
     float *lse;              /* (batch, heads, queries), written: log-sum-exp in nats; NULL: not wanted */
     float *strongest_weight; /* (batch, heads, queries, strongest_count), written: the largest weights, descending, */
     int32_t *strongest_key;  /* and their keys; -1 where a row has fewer visible keys */
+    float *rows;             /* (ROW_CLASS + class_count, batch, heads, queries), written, without sinks; NULL: not wanted;
+                                sums must be wanted too */
     uint64_t seed;           /* of dropout */
     int64_t threads;
 } Call;
 
-enum { CALL_FIELDS = 64, CALL_POINTERS = 43 /* the first field of part 2 */ };
+enum { CALL_FIELDS = 65, CALL_POINTERS = 43 /* the first field of part 2 */ };
 
 #define FIELD(name, index) _Static_assert(offsetof(Call, name) == 8 * (index), "Call." #name " has moved")
 FIELD(batch, 0);
@@ -116,8 +134,9 @@ FIELD(classes, 58);
 FIELD(lse, 59);
 FIELD(strongest_weight, 60);
 FIELD(strongest_key, 61);
-FIELD(seed, 62);
-FIELD(threads, 63);
+FIELD(rows, 62);
+FIELD(seed, 63);
+FIELD(threads, 64);
 #undef FIELD
 _Static_assert(sizeof(Call) == 8 * CALL_FIELDS, "a field of Call is missing above, or pointers are not 8 bytes wide");
 

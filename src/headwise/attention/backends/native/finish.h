@@ -44,11 +44,32 @@ static int needs_exact(const RowResult *x) {
     return x->visible && (x->overflow || x->l != x->l || fabsf(x->m) == INFINITY);
 }
 
-/* Write the output, log-sum-exp and strongest keys of a row, and add its statistics to sums (MAX_STATS).
+/* Write the sums of a row, number `row` of all. */
+static void write_sums(const Call *call, const RowResult *x, int64_t row) {
+    const float fixed[ROW_CLASS] = {
+        [ROW_LARGEST] = x->l != x->l ? NAN : x->m * LN2,
+        [ROW_LARGEST_LOGIT] = x->max_logit,
+        [ROW_HAS_KEYS] = x->visible,
+        [ROW_WEIGHTED_SCORES] = x->w * LN2,
+        [ROW_DISTANCES] = x->d,
+        [ROW_FIRST] = x->landmark[AT_FIRST],
+        [ROW_PREVIOUS] = x->landmark[AT_PREVIOUS],
+        [ROW_NEXT] = x->landmark[AT_NEXT],
+        [ROW_SELF] = x->landmark[AT_SELF],
+        [ROW_TOTAL] = x->l,
+    };
+    int64_t rows = call->batch * call->heads * call->queries;
+    for (int64_t i = 0; i < ROW_CLASS; i++) call->rows[i * rows + row] = fixed[i];
+    for (int64_t i = 0; i < call->class_count; i++) call->rows[(ROW_CLASS + i) * rows + row] = x->c[i];
+}
+
+/* Write the output, log-sum-exp, sums and strongest keys of a row, and add its statistics to sums (MAX_STATS).
    o (value_width) is overwritten. */
 static void finish_row(const Call *call, const Plan *plan, RowResult *x, float *o, int64_t batch, int64_t head,
                        int64_t query, double *sums) {
     if (needs_exact(x)) recompute_exact(call, plan, batch, head, query, x, o);
+    int64_t row = (batch * call->heads + head) * call->queries + query;
+    if (call->rows) write_sums(call, x, row);
     float peak = x->m, sink = call->sinks ? call->sinks[head] * LOG2E : -INFINITY;
     float m = sink > peak ? sink : peak, f = 1;
     if (m == -INFINITY) m = 0;
@@ -62,7 +83,6 @@ static void finish_row(const Call *call, const Plan *plan, RowResult *x, float *
     float factor = f * share * gate * dropout_factor(call);
     write_row(call->out + index * dtype_size(call->dtype), o, call->dtype, call->value_dim, factor);
 
-    int64_t row = (batch * call->heads + head) * call->queries + query;
     if (call->lse) call->lse[row] = (m + log2f(x->l + sink_e)) * LN2;
     for (int64_t i = 0; i < call->strongest_count; i++) {
         int64_t at = row * call->strongest_count + i;

@@ -58,12 +58,13 @@ EXPORT const char *headwise_path(int index) { return path_at(index) ? path_at(in
 EXPORT const char *headwise_source(void) { return HEADWISE_SOURCE; }
 
 /* What library.py packs and allocates must agree with these: the bytes of Call's first part and of all of it,
-   MAX_CLASSES, MAX_STRONGEST, the bytes of Gradients; and the names of the statistics' columns. */
+   MAX_CLASSES, MAX_STRONGEST, the bytes of Gradients; and the names of the columns of sums and rows. */
 EXPORT const int64_t headwise_layout[5] = {8 * CALL_POINTERS, sizeof(Call), MAX_CLASSES, MAX_STRONGEST,
                                            sizeof(Gradients)};
 
 #define STATISTIC_NAME(id, name) name " "
 EXPORT const char *headwise_statistics(void) { return STATISTICS(STATISTIC_NAME); }
+EXPORT const char *headwise_row_sums(void) { return ROW_SUMS(STATISTIC_NAME); }
 
 EXPORT int headwise_borrow(OmpParallel *parallel, OmpThreadNumber *thread_number) {
     return headwise_use_openmp(parallel, thread_number);
@@ -78,6 +79,7 @@ static void check_preconditions(const Call *call) {
     assert(call->out_stride[3] == 1);
     assert(call->class_count >= 0 && call->class_count <= MAX_CLASSES);
     assert(call->strongest_count >= 0 && call->strongest_count <= MAX_STRONGEST);
+    assert(call->sums || !call->rows);
     (void)call; /* with NDEBUG */
 }
 
@@ -160,7 +162,7 @@ EXPORT int headwise_run(const Call *call, int index) {
 EXPORT int headwise_backward(const Call *call, const Gradients *gradients, int index) {
     const Path *path = path_at(index);
     if (!path) return NO_SUCH_PATH;
-    assert(!call->gates && !call->sums && !call->class_count && !call->strongest_count);
+    assert(!call->gates && !call->sums && !call->rows && !call->class_count && !call->strongest_count);
     assert(!gradients->dmask || (call->mask && call->softcap == 0 && gradients->dmask_stride[3] == 1));
     int declined = 0;
     Plan plan;

@@ -24,6 +24,7 @@ from ...stats import COLUMNS, HeadStats, name_columns
 from ...validation import FAR, HeadWindow
 from ...visibility import Visibility
 from ..protocol import NO_EXTRA, ExtraOutputs, Outputs, StrongestKeys
+from ..row_sums import ROW_COLUMNS, RowSums
 
 NAME = "native"
 FOLDER = Path(__file__).parent
@@ -37,7 +38,7 @@ WORDS = {"avx512": "AVX-512", "avx2": "AVX2", "neon": "NEON", "plain": "plain C"
 
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 MASK_KINDS = {**KINDS, torch.bool: 3}
-FORM, POINTERS = struct.Struct("=41q2d"), struct.Struct("=21q")  # the two halves of Call in call.h
+FORM, POINTERS = struct.Struct("=41q2d"), struct.Struct("=22q")  # the two halves of Call in call.h
 GRADIENTS = struct.Struct("=20q")  # Gradients in gradients.h
 DECLINED = 3  # returned by headwise_backward, see kernel.c
 MAX_CLASSES, MAX_STRONGEST = 8, 16  # the same in call.h
@@ -62,7 +63,13 @@ def library() -> Library | str:
         code = ctypes.CDLL(str(binary))
     except OSError as error:
         return f"the native kernel cannot be loaded ({error})"
-    for function in (code.headwise_source, code.headwise_path, code.headwise_statistics, code.headwise_build):
+    for function in (
+        code.headwise_source,
+        code.headwise_path,
+        code.headwise_statistics,
+        code.headwise_row_sums,
+        code.headwise_build,
+    ):
         function.restype = ctypes.c_char_p
     code.headwise_run.argtypes = [ctypes.c_char_p, ctypes.c_int]
     code.headwise_backward.argtypes = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_int]
@@ -71,6 +78,7 @@ def library() -> Library | str:
     layout = (ctypes.c_int64 * 5).in_dll(code, "headwise_layout")
     assert tuple(layout) == (FORM.size, FORM.size + POINTERS.size, MAX_CLASSES, MAX_STRONGEST, GRADIENTS.size)
     assert tuple(code.headwise_statistics().decode().split()) == COLUMNS
+    assert tuple(code.headwise_row_sums().decode().split()) == ROW_COLUMNS
     borrow_threads(code)
     paths: list[str] = []
     while name := code.headwise_path(len(paths)):
@@ -222,9 +230,11 @@ def side_by_side(template: Template) -> Template:
 
 def run(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, extra: ExtraOutputs = NO_EXTRA) -> Outputs:
     """Attention of every head, and the extra outputs, in one pass."""
-    sums = stats = lse = strongest = None
+    sums = stats = lse = strongest = rows = None
     request = extra.stats
     if request is not None:
+        if extra.rows:
+            rows = q.new_empty((len(ROW_COLUMNS) + len(request.classes), *q.shape[:3]), dtype=torch.float32)
         columns = len(COLUMNS) + len(request.classes)
         sums = q.new_empty((columns, *q.shape[:2]), dtype=torch.float64)
         has_sinks, names = call.sinks is not None, list(request.classes)
@@ -234,8 +244,8 @@ def run(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, extra: ExtraOutput
     if extra.strongest:
         shape = (*q.shape[:3], extra.strongest)
         strongest = StrongestKeys(q.new_empty(shape, dtype=torch.int32), q.new_empty(shape, dtype=torch.float32))
-    out = run_into(q, k, v, call, request, sums, lse, strongest)
-    return Outputs(out, stats, lse, strongest)
+    out = run_into(q, k, v, call, request, sums, lse, strongest, rows)
+    return Outputs(out, stats, lse, strongest, None if rows is None else RowSums(rows))
 
 
 def run_into(
@@ -247,6 +257,7 @@ def run_into(
     sums: Tensor | None = None,
     lse: Tensor | None = None,
     strongest: StrongestKeys | None = None,
+    rows: Tensor | None = None,
 ) -> Tensor:
     """The output; the requested sums (COLUMNS and classes, B, H) float64 and the other buffers are filled."""
     if q.is_neg() or k.is_neg() or v.is_neg():  # views that PyTorch negates as it reads them
@@ -273,7 +284,7 @@ def run_into(
         _address(visibility.mask), _address(sinks), _address(slopes), _address(gates),
         _address(sums), _address(queries), _address(classes), _address(lse),
         0 if strongest is None else strongest.weights.data_ptr(), 0 if strongest is None else strongest.keys.data_ptr(),
-        _seed(call), torch.get_num_threads(),
+        _address(rows), _seed(call), torch.get_num_threads(),
     )  # fmt: skip
     if _choice.run(template.fields + pointers, _choice.index):
         raise MemoryError(NO_MEMORY)
@@ -295,7 +306,7 @@ def run_template(
         q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(),
         0, 0, 0, 0, _table_address(template),
         0 if mask is None else mask.data_ptr(), 0, 0, 0,
-        sums, 0 if queries is None else queries.data_ptr(), 0, 0, 0, 0,
+        sums, 0 if queries is None else queries.data_ptr(), 0, 0, 0, 0, 0,
         0, torch.get_num_threads(),
     )  # fmt: skip
     if _choice.run(template.fields + pointers, _choice.index):
@@ -355,7 +366,7 @@ def backward(
     sinks, slopes = _as_floats(call.sinks), _as_floats(visibility.slopes)
     pointers = POINTERS.pack(
         q.data_ptr(), k.data_ptr(), v.data_ptr(), 0, *map(_address, numbers), _table_address(template),
-        _address(mask), _address(sinks), _address(slopes), 0, 0, 0, 0, 0, 0, 0, _seed(call), torch.get_num_threads(),
+        _address(mask), _address(sinks), _address(slopes), 0, 0, 0, 0, 0, 0, 0, 0, _seed(call), torch.get_num_threads(),
     )  # fmt: skip
     of_q = q.new_empty(size.batch, size.queries, size.heads, size.dim)
     of_k = k.new_empty(size.batch, size.keys, size.kv_heads, size.dim)

@@ -64,6 +64,8 @@ def why_not(q: Tensor, call: AttentionCall, extra: ExtraOutputs = NO_EXTRA) -> s
         return "the triton kernel does not sum the weight that each key receives"
     if extra.strongest:
         return "the triton kernel does not find the strongest keys"
+    if extra.rows:
+        return "the triton kernel does not give the sums of each row"
     if call.dropout and _is_capturing(q):
         return "a CUDA graph would drop the same weights in every replay"
     return _try(q, call, extra)

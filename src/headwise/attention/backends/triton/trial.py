@@ -193,7 +193,7 @@ class Problem:
         with torch.no_grad():
             if not kind.backward:
                 extra = ExtraOutputs(_move_request(self.request, kind.device), lse=True)
-                out, stats, lse, _ = launch.run(q, k, v, call, extra)
+                out, stats, lse, *_ = launch.run(q, k, v, call, extra)
                 assert lse is not None  # it was requested
                 alone = launch.run(q, k, v, call, extra._replace(lse=False)).out  # as without gradients
                 results = {"lse": lse, "output": out, "output alone": alone}
