@@ -71,13 +71,13 @@ def share_interval(successes: int, count: int) -> tuple[float, float]:
 
 def spearman(a: np.ndarray, b: np.ndarray) -> float:
     """Spearman's rank correlation of (N,) and (N,), ties sharing their mean rank; NaN where one of them is constant."""
-    x, y = _ranks(a), _ranks(b)
+    x, y = ranks(a), ranks(b)
     x, y = x - x.mean(), y - y.mean()
     size = float(np.sqrt((x**2).sum() * (y**2).sum()))
     return float((x * y).sum() / size) if size else float("nan")
 
 
-def _ranks(values: np.ndarray) -> np.ndarray:
+def ranks(values: np.ndarray) -> np.ndarray:
     """The rank of each value from 1 on."""
     _, positions, counts = np.unique(values, return_inverse=True, return_counts=True)
     last = np.cumsum(counts)

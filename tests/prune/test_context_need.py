@@ -256,7 +256,7 @@ def test_a_saved_need_loads_the_same(tmp_path: Path) -> None:
     ("damage", "words"),
     [
         ({"headwise": "atlas"}, "is missing"),
-        ({"format": 3}, "newer"),
+        ({"format": 4}, "newer"),
         ({"windows": [3]}, "rows"),
         ({"tokens": [1, -2, 3]}, "whole number"),
         ({"sums": []}, "missing"),

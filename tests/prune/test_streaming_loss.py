@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,12 @@ from torch import Tensor
 
 import headwise
 from headwise import CheckpointError, ContextNeed, HeadwiseError, StreamPlan, UnsupportedError
+from headwise.models.structure.heads import w_o
+from headwise.models.structure.sites import attention_sites
 from headwise.prune import loss_bound, objective
 from headwise.prune.context_need_result import LayerSums
 from headwise.prune.loss_bound import _largest_prefix
+from headwise.prune.objective import label_loss
 from headwise.prune.sequence_losses import plan_of
 from helpers.streaming_models import REFERENCE, build, layers_of, masks_per_head, padded_batch
 
@@ -73,6 +76,71 @@ def test_changes_of_the_loss_equal_those_with_masks_per_head(family: str) -> Non
     assert np.nanmin(high - low) > 0
 
 
+def slopes_by_hand(family: str, batch: dict[str, Tensor], plan: StreamPlan, layer: int) -> np.ndarray:
+    """(B,): the slope of the losses as a layer's W_O input moves from that with all keys to that under a plan."""
+    inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    full = StreamPlan({}, plan.layers, 1)
+
+    def run(own: StreamPlan, hook: Callable[..., Any]) -> Tensor:
+        with masks_per_head(own):
+            model = build(family, REFERENCE)
+            w_o(model, attention_sites(model)[layer])[1].register_forward_pre_hook(hook)
+            return label_loss(model(**inputs), batch, True)
+
+    seen: list[Tensor] = []
+    for own in (full, plan):
+        run(own, lambda module, args: seen.append(args[0].detach()))
+    position = torch.zeros((), dtype=torch.float64, requires_grad=True)  # on the way from one to the other
+    losses = run(full, lambda module, args: (args[0] + position * (seen[1] - seen[0]),))
+    return np.array([float(torch.autograd.grad(loss, position, retain_graph=True)[0]) for loss in losses])
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3"])
+def test_changes_by_gradient_are_slopes_of_the_loss(family: str) -> None:
+    # transformers computes RMS norms in float32, two per layer; the slopes are of order 0.1
+    bound = BOUND if family == "gpt2" else 10 * 6 * np.finfo(np.float32).eps
+    model, batch = build(family), batch_with_labels()
+    need = headwise.context_need(model, batch, WINDOWS, KEEP_FIRST, loss="gradient")
+    measured = headwise.context_need(model, batch, WINDOWS, KEEP_FIRST, loss={})
+    np.testing.assert_allclose(need.losses, measured.losses, atol=BOUND)
+    assert need.to_json()["heads"][0]["change"] == pytest.approx(measured.to_json()["heads"][0]["change"], rel=1e-12)
+    assert all(x.grad is None for x in model.parameters())
+    for i, window in enumerate(WINDOWS):
+        for layer, sums in zip(need.layers, need.sums, strict=True):
+            assert sums.loss is not None
+            if layer.window is not None:
+                assert np.isnan(sums.loss).all()
+                continue
+            for head in range(layer.kv_heads):
+                plan = StreamPlan({layer.layer: [head]}, need.layers, window, KEEP_FIRST)
+                slopes = slopes_by_hand(family, batch, plan, layer.layer)
+                np.testing.assert_allclose(sums.loss[:, i, head], slopes, atol=bound)
+    assert np.nanmax(abs(need.loss_change[3]["self"])) > 0.001
+
+
+def test_a_plan_goes_by_the_loss_where_it_is_known_of_all_heads(tmp_path: Path) -> None:
+    model, batch = build("llama"), batch_with_labels()
+    need = headwise.context_need(model, batch, 3, KEEP_FIRST, loss="gradient")
+    order = sorted(need.rows(), key=lambda row: row.loss_change)
+    assert order != sorted(need.rows(), key=lambda row: row.change)
+    for count in range(len(order) + 1):
+        plan = headwise.stream_plan(need, window=3, share=count / len(order))
+        assert {(layer, head) for layer, heads in plan.heads.items() for head in heads} == {
+            (row.layer, row.kv_head) for row in order[:count]
+        }
+    assert plan.score == "change of the loss, by gradient"
+    need.save(tmp_path / "need.json")
+    assert ContextNeed.load(tmp_path / "need.json").loss_method == "gradient"
+    exact = headwise.context_need(model, batch, 3, KEEP_FIRST, loss=True)
+    assert headwise.stream_plan([exact, need], window=3).score == (
+        "change of the loss and change of the loss, by gradient"
+    )
+    with pytest.raises(HeadwiseError, match="estimates in some of them alone"):
+        need + exact
+    some = headwise.context_need(model, batch, 3, KEEP_FIRST, loss={0: [1]})
+    assert headwise.stream_plan(some, window=3).score == "change of output through W_O"
+
+
 def test_without_labels_the_loss_is_that_of_the_next_tokens() -> None:
     batch = padded_batch("right", (41, 23, 5))
     labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
@@ -88,7 +156,7 @@ def test_only_the_requested_heads_are_measured() -> None:
     assert (table[0, 1], table[2, 0]) == (everything[0, 1], everything[2, 0])
     with pytest.raises(HeadwiseError, match="layer 0 has no KV head 2"):
         headwise.context_need(model, batch, WINDOWS, loss={0: [2]})
-    with pytest.raises(HeadwiseError, match="loss is True, False or"):
+    with pytest.raises(HeadwiseError, match="loss is True, False, 'gradient' or"):
         headwise.context_need(model, batch, WINDOWS, loss="all")  # type: ignore[arg-type]
 
 

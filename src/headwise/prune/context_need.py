@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,7 +21,8 @@ from ..models.text_inputs import device_of
 from ..models.watching.registry import is_replaced
 from ..models.watching.watcher import watch
 from ..plans import check_keep_first, check_window
-from .context_need_result import ContextNeed, join_needs
+from .context_need_result import EXACT, GRADIENT, ContextNeed, join_needs
+from .loss_gradients import need_with_gradient
 from .need_files import NeedFiles
 from .objective import label_queries
 from .sequence_losses import check_loss_heads, leave_out, loss_changes, loss_heads
@@ -41,7 +41,7 @@ def context_need(
     *,
     tokenizer: Any = None,
     length: int | None = None,
-    loss: bool | Mapping[Any, Sequence[int]] = False,
+    loss: bool | str | Mapping[Any, Sequence[int]] = False,
     resume: str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
 ) -> ContextNeed:
@@ -56,7 +56,8 @@ def context_need(
       W_O that read head h. The change is the norm of the sum over the KV head's query heads of W_O^h (z_full -
       z_window), divided by the norm of the sum over all heads of W_O^h z_full (the layer's attention output without
       W_O's bias): a ratio of means over tokens.
-    - change of the loss, with `loss`: the model runs once more for each window and KV head, which alone streams.
+    - change of the loss, with `loss`: the model runs once more for each window and KV head, which alone streams; or, by
+      gradient, all of them to first order from one backward pass, dL/dz . (z_window - z_full) over all tokens.
 
     Every sequence counts the same, however long it is. In a batch with labels for every token, only the queries that
     predict a label count: those that give a needle's answer, and not the thousands before them.
@@ -75,8 +76,8 @@ def context_need(
         keep_first: the first keys of each sequence that stay visible; with left padding its first real ones.
         tokenizer: needed for texts and for the default.
         length: tokens of a piece in the default; 4,096, or as many as the model has positions for.
-        loss: True measures the change of the loss for every KV head, and {layer: [KV heads]} for some; by the labels
-            of a batch, or else by its next tokens.
+        loss: True measures the change of the loss for every KV head, and {layer: [KV heads]} for some; "gradient"
+            estimates it for all. It is the loss of a batch's labels, or else of its next tokens.
         resume: a folder in which every measured batch is saved; a run that was killed goes on from there, and so does
             one with further batches. What another model, other windows or other texts gave is not read.
         progress: called with the batches done and the batches in all, None where that is not known.
@@ -107,7 +108,9 @@ class NeedSettings:
         self.loss = check_loss_heads(loss)
 
     def to_json(self) -> dict[str, Any]:
-        loss = self.loss if isinstance(self.loss, bool) else sorted((str(key), x) for key, x in self.loss.items())
+        loss: Any = self.loss
+        if isinstance(loss, Mapping):
+            loss = sorted((str(key), x) for key, x in loss.items())
         return {"windows": list(self.windows), "keep_first": self.keep_first, "loss": loss}
 
 
@@ -155,9 +158,7 @@ def measure_batches(
                 continue
             need = None if files is None else files.load(batch)
             if need is None:
-                need = _measure(model, batch, measurement)
-                if settings.loss is not False:
-                    need = _with_losses(model, batch, need, settings)
+                need = _measure(model, batch, measurement, settings.loss)
                 if files is not None:
                     files.save(batch, need)
             needs.append(need)
@@ -174,20 +175,19 @@ def _is_streaming(model: nn.Module) -> bool:
     return any(is_replaced(module) or getattr(module, "streams", None) is not None for module in model.modules())
 
 
-def _measure(model: nn.Module, batch: Any, measurement: WindowMeasurement) -> ContextNeed:
+def _measure(model: nn.Module, batch: Any, measurement: WindowMeasurement, loss: Any) -> ContextNeed:
     measurement.counted = label_queries(batch)
+    if loss == GRADIENT:
+        return need_with_gradient(model, batch, measurement)
     with ExitStack() as stack:
         stack.enter_context(measurement.heads_before_w_o())
         stack.enter_context(watch(model, stats=False, each=measurement.observe))
         run(model, leave_out(model, to_device(batch, device_of(model)), UNUSED_OUTPUTS))
-    return measurement.finish_batch(batch_size(batch))
-
-
-def _with_losses(model: nn.Module, batch: Any, need: ContextNeed, settings: NeedSettings) -> ContextNeed:
-    heads = loss_heads(settings.loss, need.layers)
-    losses, changes = loss_changes(model, batch, need.layers, heads, need.windows, need.keep_first)
-    sums = tuple(replace(layer, loss=change) for layer, change in zip(need.sums, changes, strict=True))
-    return replace(need, sums=sums, losses=losses)
+    need = measurement.finish_batch(batch_size(batch))
+    if loss is False:
+        return need
+    heads = loss_heads(loss, need.layers)
+    return need.with_losses(*loss_changes(model, batch, need.layers, heads, need.windows, need.keep_first), EXACT)
 
 
 def _check_windows(windows: Any) -> tuple[int, ...]:

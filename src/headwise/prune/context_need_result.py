@@ -6,19 +6,21 @@ import functools
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..errors import CheckpointError, HeadwiseError
 from ..files import write_atomically
-from ..json_documents import anything, count, finite, finite_or_none, in_words, items, load_document, mapping
+from ..json_documents import anything, brief, count, finite, finite_or_none, in_words, items, load_document, mapping
 from ..plans import StreamLayer, read_stream_layer
 from ..resampling import bootstrap_counts, interval
 
 FORMAT = 1  # of the saved file
 WITH_LOSSES = 2  # has changes of the loss, which versions that know format 1 alone would drop without a word
+WITH_ESTIMATES = 3  # has changes of the loss by gradient, which older versions would take for measured ones
+EXACT, GRADIENT = "exact", "gradient"  # how changes of the loss were found
 RESAMPLES = 1000
 
 
@@ -79,6 +81,8 @@ class ContextNeed:
         tokens: (N,), the tokens of each sequence that count.
         sums: for each layer the sums over the tokens of each sequence.
         losses: (N,), the loss of each sequence with full attention; None where no change of it was measured.
+        loss_method: "exact" where the model ran with each KV head streaming, "gradient" where the change of the loss is
+            an estimate of first order.
 
     Example:
         >>> need = headwise.context_need(model, batches)
@@ -94,6 +98,7 @@ class ContextNeed:
     tokens: np.ndarray
     sums: tuple[LayerSums, ...]
     losses: np.ndarray | None = None
+    loss_method: str = EXACT
 
     @functools.cached_property
     def lost_weight(self) -> dict[int, NeedTable]:
@@ -115,6 +120,11 @@ class ContextNeed:
             return {}
         ones = np.ones(len(self.tokens))
         return self._tables(_loss_of, lambda sums: ones, ones)
+
+    def with_losses(self, losses: np.ndarray, changes: Sequence[np.ndarray], method: str) -> ContextNeed:
+        """The same need with the losses (N,) and, per layer, their changes (N, W, KV heads)."""
+        sums = tuple(replace(layer, loss=change) for layer, change in zip(self.sums, changes, strict=True))
+        return replace(self, sums=sums, losses=losses, loss_method=method)
 
     @property
     def _per_token(self) -> np.ndarray:
@@ -176,7 +186,7 @@ class ContextNeed:
         """The need as plain JSON values; without changes of the loss in the format of versions that know none."""
         document = {
             "headwise": "context need",
-            "format": FORMAT if self.losses is None else WITH_LOSSES,
+            "format": self._format,
             "windows": list(self.windows),
             "keep_first": self.keep_first,
             "tokens": self.tokens.tolist(),
@@ -196,9 +206,17 @@ class ContextNeed:
         }
         if self.losses is not None:
             document["losses"] = self.losses.tolist()
+            if self.loss_method != EXACT:
+                document["loss_method"] = self.loss_method
             for row, sums in zip(document["sums"], self.sums, strict=True):
                 row["loss"] = _nested(_loss_of(sums).tolist())
         return document
+
+    @property
+    def _format(self) -> int:
+        if self.losses is None:
+            return FORMAT
+        return WITH_LOSSES if self.loss_method == EXACT else WITH_ESTIMATES
 
     @classmethod
     def from_json(cls, document: Any) -> ContextNeed:
@@ -213,8 +231,11 @@ class ContextNeed:
         if not isinstance(document, dict) or document.get("headwise") != "context need":
             raise ValueError('"headwise": "context need" is missing')
         version = count(document["format"], "format")
-        if version > WITH_LOSSES:
-            raise ValueError(f"its format {version} is newer than this headwise, which reads {WITH_LOSSES}")
+        if version > WITH_ESTIMATES:
+            raise ValueError(f"its format {version} is newer than this headwise, which reads {WITH_ESTIMATES}")
+        method = document["loss_method"] if version == WITH_ESTIMATES else EXACT
+        if method not in (EXACT, GRADIENT):
+            raise ValueError(f"loss_method is {EXACT!r} or {GRADIENT!r}, got {brief(method)}")
         windows = tuple(items(document["windows"], "windows", count))
         tokens = np.array(items(document["tokens"], "tokens", count))
         layers = tuple(
@@ -223,7 +244,7 @@ class ContextNeed:
         rows = items(document["sums"], "sums", lambda row, path: mapping(row, path, anything))
         if not (windows and len(tokens) and layers) or len(rows) != len(layers):
             raise ValueError("windows, tokens or layers are missing")
-        losses = _array(document["losses"], "losses", (len(tokens),)) if version == WITH_LOSSES else None
+        losses = _array(document["losses"], "losses", (len(tokens),)) if version >= WITH_LOSSES else None
         sums = []
         for i, (layer, row) in enumerate(zip(layers, rows, strict=True)):
             shape = (len(tokens), len(windows), layer.kv_heads)
@@ -235,7 +256,7 @@ class ContextNeed:
                     None if losses is None else _array(row["loss"], f"sums[{i}].loss", shape, finite_or_none),
                 )
             )
-        return cls(layers, windows, count(document["keep_first"], "keep_first"), tokens, tuple(sums), losses)
+        return cls(layers, windows, count(document["keep_first"], "keep_first"), tokens, tuple(sums), losses, method)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write JSON, to a temporary file that is then moved into place."""
@@ -269,6 +290,8 @@ def join_needs(needs: Sequence[ContextNeed]) -> ContextNeed:
             raise HeadwiseError(f"these needs cannot be added: their {name} differ")
     if len({need.losses is None for need in needs}) > 1:
         raise HeadwiseError("these needs cannot be added: changes of the loss were measured for some of them alone")
+    if len({need.loss_method for need in needs}) > 1:
+        raise HeadwiseError("these needs cannot be added: changes of the loss are estimates in some of them alone")
     sums = [
         LayerSums(
             np.concatenate([part.norm for part in parts]),
@@ -279,7 +302,7 @@ def join_needs(needs: Sequence[ContextNeed]) -> ContextNeed:
         for parts in zip(*(need.sums for need in needs), strict=True)
     ]
     tokens, losses = np.concatenate([need.tokens for need in needs]), _concatenate([need.losses for need in needs])
-    return ContextNeed(first.layers, first.windows, first.keep_first, tokens, tuple(sums), losses)
+    return ContextNeed(first.layers, first.windows, first.keep_first, tokens, tuple(sums), losses, first.loss_method)
 
 
 def _loss_of(sums: LayerSums) -> np.ndarray:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..circuits.inputs import to_device
 from ..errors import HeadwiseError, UnsupportedError
@@ -17,6 +17,7 @@ from ..models.batches import batch_size, run
 from ..models.streaming.context import streaming
 from ..models.text_inputs import device_of
 from ..plans import StreamLayer, StreamPlan, by_layer_key
+from .context_need_result import GRADIENT
 from .objective import choose_objective
 
 KVHead = tuple[str, int, int]  # kind, layer, KV head
@@ -27,18 +28,23 @@ def sequence_losses(model: nn.Module, batches: Sequence[Any]) -> np.ndarray:
     losses = []
     with torch.no_grad():
         for batch in batches:
-            objective = choose_objective(model, batch, None)
-            if objective.name not in ("labels", "text"):
-                raise UnsupportedError(
-                    f"{type(model).__name__} gives no logits of the next tokens and has no loss; load it with its head"
-                )
             batch = to_device(batch, device_of(model))
             output = run(model, leave_out(model, batch, {"use_cache": False}))
-            losses.append(objective.damage(output, batch, None).double().cpu().numpy())
-    values = np.concatenate(losses)
-    if not np.isfinite(values).all():
+            losses.append(losses_of(model, batch, output).double().cpu().numpy())
+    return np.concatenate(losses)
+
+
+def losses_of(model: nn.Module, batch: Any, output: Any) -> Tensor:
+    """(B,): the loss of every sequence of a batch, by what the model gave for it."""
+    objective = choose_objective(model, batch, None)
+    if objective.name not in ("labels", "text"):
+        raise UnsupportedError(
+            f"{type(model).__name__} gives no logits of the next tokens and has no loss; load it with its head"
+        )
+    losses = objective.damage(output, batch, None)
+    if not bool(losses.isfinite().all()):
         raise HeadwiseError("a sequence's loss is not a finite number; check the model's logits for NaN and inf")
-    return values
+    return losses
 
 
 def leave_out(model: nn.Module, batch: Any, outputs: Mapping[str, Any]) -> Any:
@@ -59,12 +65,12 @@ def plan_of(
     return StreamPlan(by_layer_key(by_layer, layers), layers, window, keep_first, score)
 
 
-def check_loss_heads(choice: Any) -> dict[Any, list[int]] | bool:
-    """Whether changes of the loss are measured, or of which KV heads: {layer: KV heads}."""
-    if isinstance(choice, bool):
+def check_loss_heads(choice: Any) -> dict[Any, list[int]] | bool | str:
+    """Whether changes of the loss are measured, of which KV heads, {layer: KV heads}, or by gradient."""
+    if isinstance(choice, bool) or choice == GRADIENT:
         return choice
     if not isinstance(choice, Mapping) or not all(isinstance(heads, (list, tuple)) for heads in choice.values()):
-        raise HeadwiseError(f"loss is True, False or {{layer: [KV heads]}}, got {brief(choice)}")
+        raise HeadwiseError(f"loss is True, False, {GRADIENT!r} or {{layer: [KV heads]}}, got {brief(choice)}")
     return {key: sorted(heads) for key, heads in choice.items()}
 
 

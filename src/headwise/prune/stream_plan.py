@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 from torch import nn
 
 from ..errors import HeadwiseError
 from ..json_documents import brief
 from ..plans import StreamPlan, is_share
-from .context_need_result import ContextNeed
+from ..resampling import ranks
+from .context_need_result import GRADIENT, ContextNeed
 from .loss_bound import largest_plan
 from .sequence_losses import KVHead, plan_of
 
 CONTEXT = 4096  # tokens
-SCORE = "change of output through W_O"
+CHANGE, LOSS_CHANGE = "change of output through W_O", "change of the loss"
 
 
 def stream_plan(
@@ -30,10 +33,11 @@ def stream_plan(
     model: nn.Module | None = None,
     batches: Any = None,
 ) -> StreamPlan:
-    """The KV heads that stream, those of the smallest change of output through W_O first.
+    """The KV heads that stream, those of the smallest change first.
 
-    The weight that a head loses is a worse guide: it says nothing of the values that it is lost on. Layers with a
-    sliding window of their own stay as they are.
+    It is the change of the loss where `need` has it for every head, else that of the output through W_O. The weight
+    that a head loses is a worse guide: it says nothing of the values that it is lost on. Layers with a sliding window
+    of their own stay as they are.
 
     With max_loss the model runs with plans of several sizes, to find the largest whose loss stays within the bound.
     Heads that stream change what later layers get, so half of what fits is taken, the change of the other heads is
@@ -41,8 +45,9 @@ def stream_plan(
     passes over the batches. The loss is the mean over the sequences, of labels or of next tokens.
 
     Args:
-        need: what `context_need` measured. Of several, such as that of a text and that of needle prompts, the largest
-            change of a head counts: it streams early only if it needs little in all of them.
+        need: what `context_need` measured. Of several, such as that of a text and that of needle prompts, each gives
+            the heads ranks by its own change, and the largest rank of a head counts: it streams early only if it
+            needs little in all of them.
         window: one of the windows that was measured.
         share: the share of the KV heads that stream, of layers without a sliding window, from 0 to 1; 0.5 where
             neither it nor cache_bytes is given. Rounded to the nearest number of heads.
@@ -71,7 +76,7 @@ def stream_plan(
         raise HeadwiseError("give one of share, cache_bytes and max_loss")
     if max_loss is None and (model is not None or batches is not None):
         raise HeadwiseError("model and batches are for max_loss, which is not given")
-    order = _by_change(needs, window)
+    order = _by_rank(needs, window)
     if max_loss is not None:
         if isinstance(max_loss, bool) or not isinstance(max_loss, (int, float)) or not 0 <= max_loss < math.inf:
             raise HeadwiseError(f"max_loss must be a number of at least 0, such as 0.01 for 1 %, got {brief(max_loss)}")
@@ -82,8 +87,10 @@ def stream_plan(
         share = 0.5 if share is None else share
         if not is_share(share):
             raise HeadwiseError(f"share must be a number from 0 to 1, got {brief(share)}")
-        return _plan(need, window, order[: round(share * len(order))])
-    return _within_budget(need, window, order, cache_bytes, context)
+        heads = order[: round(share * len(order))]
+    else:
+        heads = _within_budget(need, window, order, cache_bytes, context)
+    return replace(_plan(need, window, heads), score=" and ".join(dict.fromkeys(map(_score_name, needs))))
 
 
 def _check_needs(need: Any, window: Any) -> list[ContextNeed]:
@@ -100,22 +107,38 @@ def _check_needs(need: Any, window: Any) -> list[ContextNeed]:
     return needs
 
 
-def _by_change(needs: list[ContextNeed], window: int) -> list[KVHead]:
-    """The KV heads that may stream, the smallest change first; those of equal change in the model's order."""
-    fixed = {layer[:2] for layer in needs[0].layers if layer.window is not None}
-    change: dict[KVHead, float] = {}
-    for need in needs:
-        for row in need.rows():
-            if row.window == window and row[:2] not in fixed:
-                change[row[:3]] = max(row.change, change.get(row[:3], 0.0))
-    return sorted(change, key=change.__getitem__)
+def _by_rank(needs: list[ContextNeed], window: int) -> list[KVHead]:
+    """The KV heads that may stream, the smallest rank first; those of equal rank in the model's order."""
+    changes = [_changes(need, window) for need in needs]
+    ranks_of_needs = np.stack([ranks(np.array(list(change.values()))) for change in changes])
+    largest = dict(zip(changes[0], ranks_of_needs.max(0), strict=True))
+    return sorted(largest, key=largest.__getitem__)
+
+
+def _changes(need: ContextNeed, window: int) -> dict[KVHead, float]:
+    """By KV head that may stream: the change of the loss where it is known of all, else that of the output."""
+    fixed = {layer[:2] for layer in need.layers if layer.window is not None}
+    rows = [row for row in need.rows() if row.window == window and row[:2] not in fixed]
+    by_loss = _has_loss_changes(need)
+    return {row[:3]: row.loss_change if by_loss else row.change for row in rows}
+
+
+def _has_loss_changes(need: ContextNeed) -> bool:
+    streamable = [sums for layer, sums in zip(need.layers, need.sums, strict=True) if layer.window is None]
+    return need.losses is not None and all(np.isfinite(sums.loss).all() for sums in streamable if sums.loss is not None)
+
+
+def _score_name(need: ContextNeed) -> str:
+    if not _has_loss_changes(need):
+        return CHANGE
+    return f"{LOSS_CHANGE}, by gradient" if need.loss_method == GRADIENT else LOSS_CHANGE
 
 
 def _plan(need: ContextNeed, window: int, heads: list[KVHead]) -> StreamPlan:
-    return plan_of(heads, need.layers, window, need.keep_first, SCORE)
+    return plan_of(heads, need.layers, window, need.keep_first)
 
 
-def _within_budget(need: ContextNeed, window: int, order: list[KVHead], budget: Any, context: Any) -> StreamPlan:
+def _within_budget(need: ContextNeed, window: int, order: list[KVHead], budget: Any, context: Any) -> list[KVHead]:
     for name, value in (("cache_bytes", budget), ("context", context)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise HeadwiseError(f"{name} must be a whole number of at least 1, got {brief(value)}")
@@ -132,4 +155,4 @@ def _within_budget(need: ContextNeed, window: int, order: list[KVHead], budget: 
             high = middle
         else:
             low = middle + 1
-    return _plan(need, window, order[:low])
+    return order[:low]

@@ -17,6 +17,7 @@ from ..models.structure.config_sizes import max_positions
 from ..plans import StreamPlan
 from ..timing import describe_machine
 from .context_need import context_need
+from .context_need_result import GRADIENT
 from .decoding_time import decoding_times, memory_problem, prefill_times
 from .objective import has_logits, is_causal
 from .other_levers import Int8, card_levers, int8_problem, measure_int8
@@ -134,10 +135,16 @@ class _Run:
         """The plan: a head streams early only if it needs little of the texts and of the needle prompts."""
         options, done, total = self.options, 0, len(texts.batches)
         needs = []
-        for batches in filter(None, (texts.text_batches, texts.needle_batches)):
+        # of a text the change of the output says as much as that of the loss; needle prompts are short enough for a
+        # backward pass, and only the loss tells which of the heads that see the needle bring its answer
+        parts = ((texts.text_batches, False), (texts.needle_batches, GRADIENT))
+        for batches, loss in parts:
+            if not batches:
+                continue
             need = context_need(
                 self.model,
                 batches,
+                loss=loss,
                 windows=(options.window,),
                 keep_first=options.keep_first,
                 resume=self.pieces.folder / "need",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,6 +56,7 @@ class WindowMeasurement:
         self.counted: Tensor | None = None  # (B, T) bool, the queries of the current batch that count; None: all
         self.calls: dict[tuple[str, int], _Call] = {}
         self._outputs: dict[nn.Module, Tensor] = {}  # by W_O: the heads' outputs (B, T, heads * width) on their way
+        self._differences: dict[tuple[str, int], list[Tensor | None]] | None = None  # by layer and window
 
     def heads_before_w_o(self) -> _InputCheck:
         """Inside `with`, W_O's inputs are compared with the outputs of the heads."""
@@ -71,17 +74,45 @@ class WindowMeasurement:
             raise UnsupportedError(
                 f"{site} attends with {reading.k.shape[1]} KV heads, and {self.kv_heads[layer.key]} are cached"
             )
-        tokens, sums, outputs = measure_call(
-            exact, real, self.counted, self.weights[layer.key], self.windows, self.keep_first
-        )
+        with torch.no_grad():
+            measured = measure_call(exact, real, self.counted, self.weights[layer.key], self.windows, self.keep_first)
         left = own_window(exact)
         shape = StreamLayer(
             *layer.key, reading.q.shape[1], reading.k.shape[1],
             (reading.k.shape[3] + reading.v.shape[3]) * reading.k.element_size(),
             _declared_window(site) if left is None else left + 1,
         )  # fmt: skip
-        self.calls[layer.key] = _Call(shape, tokens, sums)
-        self._outputs[self.linears[layer.key]] = outputs
+        self.calls[layer.key] = _Call(shape, measured.tokens, measured.sums)
+        self._outputs[self.linears[layer.key]] = measured.outputs
+        if self._differences is not None:
+            self._differences[layer.key] = measured.differences
+
+    @contextmanager
+    def keep_differences(self) -> Iterator[None]:
+        """Inside `with`, what windows change of the heads' outputs is kept for `first_order_changes`."""
+        self._differences = {}
+        try:
+            yield
+        finally:
+            self._differences = None
+
+    def first_order_changes(self, gradients: dict[tuple[str, int], Tensor]) -> list[np.ndarray]:
+        """Per layer (B, W, KV heads): what windows change of a loss whose gradients by the heads' outputs are given.
+
+        NaN for a layer with a window of its own, whose heads do not stream.
+        """
+        assert self._differences is not None
+        changes = []
+        for key, call in self.calls.items():
+            size = (len(call.tokens), len(self.windows), call.layer.kv_heads)
+            change = np.full(size, 0.0 if call.layer.window is None else np.nan)
+            for i, difference in enumerate(self._differences[key]):
+                if difference is not None and call.layer.window is None:
+                    product = gradients[key].reshape(difference.shape).to(difference.dtype) * difference
+                    per_head = product.unflatten(-1, (call.layer.kv_heads, -1)).sum((1, 3), dtype=torch.float64)
+                    change[:, i] = -per_head.cpu().numpy()
+            changes.append(change)
+        return changes
 
     def finish_batch(self, size: int) -> ContextNeed:
         """The measured layers of a batch; the next one can begin."""

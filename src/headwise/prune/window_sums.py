@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -60,6 +60,15 @@ def _is_per_head(window: Any) -> bool:
     return window is not None and any(isinstance(pair, (tuple, list)) for pair in window)
 
 
+class CallMeasurement(NamedTuple):
+    """What one attention call gave in windows."""
+
+    tokens: np.ndarray  # (B,), those that count
+    sums: LayerSums
+    outputs: Tensor  # (B, T, heads * width), what the heads give to W_O; zero at padding
+    differences: list[Tensor | None]  # per window: outputs with all keys minus those in the window; None: all zero
+
+
 def measure_call(
     reading: Reading,
     real: Tensor | None,
@@ -67,7 +76,7 @@ def measure_call(
     weight: Tensor,
     windows: Sequence[int],
     keep_first: int,
-) -> tuple[np.ndarray, LayerSums, Tensor]:
+) -> CallMeasurement:
     """What one call loses in windows.
 
     Args:
@@ -75,9 +84,6 @@ def measure_call(
         real, counted: (B, T) bool, the queries that are tokens, and those whose losses count; None for all.
         weight: W_O (width, heads * head width).
         windows, keep_first: numbers of keys that stay visible.
-
-    Returns:
-        The queries (B,) that count, their sums, and what the heads give to W_O (B, T, heads * width), zero at padding.
     """
     q, k, v = (
         x.float() if x.dtype in (torch.bfloat16, torch.float16) else x for x in (reading.q, reading.k, reading.v)
@@ -91,18 +97,21 @@ def measure_call(
     weight = weight.to(outputs.dtype)
     written = _join_heads(outputs) @ weight.T  # (B, T, width)
     norm = _sum_tokens(written.norm(dim=-1), counts)
-    lost_sums, change_sums = [], []
+    lost_sums, change_sums, differences = [], [], list[Tensor | None]()
     sliding, is_open = own_window(reading), ~_streaming_heads(reading)[:: q.shape[1] // kv_heads]
     for window in windows:
-        losing = counts & _past_window(queries, starts, keep_first + window)
-        if (sliding is not None and window > sliding) or not bool(losing.any()):
+        past = is_token & _past_window(queries, starts, keep_first + window)
+        losing = counts & past
+        if (sliding is not None and window > sliding) or not bool(past.any()):
             lost_sums.append(np.zeros((batch, kv_heads)))
             change_sums.append(np.zeros((batch, kv_heads)))
+            differences.append(None)
             continue
         window_outputs, window_lse = _attend(reading, starts, window, keep_first)
         lost = -torch.expm1(window_lse - lse).clamp(max=0)  # (B, H, T)
         lost = lost.unflatten(1, (kv_heads, -1)).mean(2)
-        difference = _join_heads(outputs - window_outputs)
+        difference = _join_heads(outputs - window_outputs) * past[..., None]
+        differences.append(difference)
         change = torch.stack(
             [
                 (part @ columns.T).norm(dim=-1)
@@ -113,7 +122,7 @@ def measure_call(
         lost_sums.append(_sum_tokens(lost, losing[:, None]) * is_open)
         change_sums.append(_sum_tokens(change, losing[:, None]) * is_open)
     sums = LayerSums(norm, np.stack(lost_sums, 1), np.stack(change_sums, 1))
-    return counts.sum(1).cpu().numpy(), sums, _join_heads(outputs) * is_token[..., None]
+    return CallMeasurement(counts.sum(1).cpu().numpy(), sums, _join_heads(outputs) * is_token[..., None], differences)
 
 
 def _starts(reading: Reading, real: Tensor | None) -> Tensor:

@@ -211,7 +211,7 @@ def context_need(
     *,
     tokenizer: Any = None,
     length: int | None = None,
-    loss: bool | Mapping[Any, Sequence[int]] = False,
+    loss: bool | str | Mapping[Any, Sequence[int]] = False,
     resume: str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
     timeout: float = CORPUS_TIMEOUT,
