@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..errors import RankError
 from ..terminal import echo
 from .machine_watch import watch_machines
-from .ranks import TIMEOUT, Ranks, agreement_counts, lost_machines, ranks_by_key, ranks_of, report_failure_to_all
+from .ranks import TIMEOUT, Ranks, forget_groups, ranks_of, report_failure_to_all
 
 # Seconds after the last message. gloo's threads live as long as something refers to the group (FSDP's caches do, and
 # default arguments of modules imported meanwhile); a thread that still frees a message's tensors while Python shuts
@@ -65,9 +65,7 @@ def init_ranks(timeout: float = TIMEOUT, mesh: DeviceMesh | None = None) -> Iter
         raise
     finally:
         if owns_group:
-            agreement_counts.clear()
-            lost_machines.clear()
-            ranks_by_key.clear()
+            forget_groups()
             dist.destroy_process_group()
             time.sleep(DRAIN_SECONDS)
 

@@ -394,6 +394,12 @@ def ranks_of(mesh: DeviceMesh | None = None, timeout: float | None = None, dimen
 _world: dict[str, Any] = {}  # the default process group, and the mesh of all its ranks
 
 
+def forget_groups() -> None:
+    """Before the process groups are destroyed: drop what is known of them, and with it what refers to them."""
+    for known in (agreement_counts, ranks_by_key, lost_machines, _world):
+        known.clear()
+
+
 def _group_timeout(group: Any, device: torch.device) -> float:
     """The timeout of a process group in seconds; TIMEOUT where its backend does not say."""
     try:
