@@ -298,7 +298,9 @@ def main() -> None:
             part.unlink(missing_ok=True)
             lines = launch(2, part, name).splitlines()
             crash = next((line.strip() for line in lines if "what():" in line), "")
-            outcomes[name] = json.loads(part.read_text()) if part.exists() else f"the process ends: {crash[:300]}"
+            outcomes[name] = (
+                json.loads(part.read_text()) if part.exists() and not crash else f"a rank ends: {crash[:300]}"
+            )
         results["PyTorch's context_parallel"] = outcomes
     what = f"{TOKENS} tokens, {HEADS} heads of {DIM}, float32, one thread per rank; fewer KV heads: {KV_HEADS}"
     settings = {"headwise": headwise.__version__, "torch": torch.__version__, "what": what, "rounds": ROUNDS}

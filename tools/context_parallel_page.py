@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -44,6 +45,7 @@ def comparison(data: dict[str, Any]) -> Iterator[str]:
             f"with a window of 512, a true ring takes {window:.2f} times that of direct sends."
         )
     for case, outcome in data["PyTorch's context_parallel"].items():
+        outcome = re.sub(r"\[/\S+\] ", "", outcome)  # where gloo was built
         yield f"- `context_parallel` around `F.scaled_dot_product_attention` on a CPU, {case}: {outcome}"
 
 
