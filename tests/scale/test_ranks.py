@@ -64,7 +64,7 @@ def test_check_passes_on_four_ranks(name: str, four_ranks: dict[str, str]) -> No
 
 
 def test_three_ranks_clip_gradients_of_heads_that_do_not_divide(tmp_path: Path) -> None:
-    results = run_checks(3, tmp_path, ONLY="clip")
+    results = run_checks(3, tmp_path, ONLY="clipping")
     assert len(results) == 2 and not any(results.values()), results
 
 
