@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from ..attention.checkpoints.architectures import ARCHITECTURES
 from ..attention.checkpoints.famous import famous_shape
@@ -133,6 +134,7 @@ def _shape(model: str | Mapping[str, Any]) -> Shape:
 @contextmanager
 def _fake_ranks(rank: int, count: int) -> Iterator[DeviceMesh]:
     """A fake process group in which this process is one of so many ranks, and its mesh."""
+    _clear_sharding_prop_cache()  # of DTensor, which takes a process to be one rank: shapes of shards are in it
     dist.init_process_group(dist.Backend.FAKE, rank=rank, world_size=count)
     try:
         mesh = init_device_mesh("cpu", (count,))
@@ -142,6 +144,7 @@ def _fake_ranks(rank: int, count: int) -> Iterator[DeviceMesh]:
         yield mesh
     finally:
         dist.destroy_process_group()
+        _clear_sharding_prop_cache()
 
 
 @dataclass(frozen=True, slots=True)

@@ -92,7 +92,7 @@ def _group(arguments: dict[str, Any]) -> Any:
     if "process_group" in arguments:
         return dist.ProcessGroup.unbox(arguments["process_group"])
     group: Any = arguments["group_name"]
-    return dist.distributed_c10d._resolve_process_group(group) if isinstance(group, str) else group
+    return group if isinstance(group, dist.ProcessGroup) else dist.distributed_c10d._resolve_process_group(group)
 
 
 def _size(x: Any) -> int:
