@@ -12,23 +12,23 @@ from torch import Tensor
 from torch._higher_order_ops.effects import _EffectType
 
 from .agreement import describe_random_state, describe_tensor
-from .ranks import ranks_by_key
+from .ranks import ranks_with_key
 
 
 def _all_reduce(x: Tensor, key: str, activity: str) -> Tensor:
     total = x.clone(memory_format=torch.contiguous_format)
-    ranks_by_key[key].all_reduce(total, activity)
+    ranks_with_key(key).all_reduce(total, activity)
     return total
 
 
 def _all_to_all(x: Tensor, sent: list[int], received: list[int], key: str, activity: str) -> Tensor:
-    return ranks_by_key[key].all_to_all(x, sent, received, activity)
+    return ranks_with_key(key).all_to_all(x, sent, received, activity)
 
 
 def _agree(
     values: list[Tensor], numbers: list[float], key: str, activity: str, text: str, compare_values: bool, random: bool
 ) -> None:
-    ranks = ranks_by_key[key]
+    ranks = ranks_with_key(key)
     parts = [
         text,
         *map(str, numbers),

@@ -10,14 +10,13 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..attention.backends import blockwise
 from ..errors import ShapeError
 from . import context_parallel  # context_parallel imports this module: compiled calls come here
-from .ranks import Ranks, ranks_of
+from .ranks import ranks_of, ranks_with_key
 from .sequence_agreement import agree_on_tensors
 from .sequence_shards import positions_of_counts
 
@@ -25,22 +24,12 @@ if TYPE_CHECKING:
     from .context_parallel import ContextParallelOptions
 
 OPEN = -1  # as left and right: no limit
-_groups: dict[str, tuple[DeviceMesh | None, float | None]] = {}  # mesh and timeout, by the name that operators take
-_rank_counts: dict[str, int] = {}  # by the same name
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator, unused-ignore]
 def name_ranks(mesh: DeviceMesh | None, timeout: float | None) -> str:
-    """A name for a mesh and a timeout, which an operator finds them by."""
-    name = f"{'' if mesh is None else mesh.get_group().group_name}/{timeout}"
-    _groups[name] = mesh, timeout
-    group = None if mesh is None else mesh.get_group()
-    _rank_counts[name] = dist.get_world_size(group) if dist.is_initialized() else 1
-    return name
-
-
-def _find_ranks(name: str) -> Ranks:
-    return ranks_of(*_groups[name])
+    """The key by which an operator finds the ranks."""
+    return ranks_of(mesh, timeout).key
 
 
 class Arguments(NamedTuple):
@@ -86,7 +75,7 @@ SCHEMA = (
 def _attend(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     """The output without gates, the log-sum-exp, and the tokens on each rank."""
     x = Arguments(*arguments)
-    ranks, options = _find_ranks(x.ranks), x.options()
+    ranks, options = ranks_with_key(x.ranks), x.options()
     with torch.no_grad(), ranks.share_failures("attention over a split sequence"):
         if x.counts is None:
             counts = context_parallel.agree_on_call(x.q, x.k, x.v, ranks, options, x.with_gradient)
@@ -108,7 +97,7 @@ def _shapes(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     x = Arguments(*arguments)
     shape = x.q.shape[:3]
     lse = x.q.new_empty(shape, dtype=blockwise.upcast(x.q[:0]).dtype)
-    counts = torch.empty(_rank_counts[x.ranks], dtype=torch.int64, device="cpu")
+    counts = torch.empty(ranks_with_key(x.ranks).count, dtype=torch.int64, device="cpu")
     return x.q.new_empty(*shape, x.v.shape[3]), lse, counts
 
 
@@ -116,7 +105,7 @@ def _gradients(grad: Tensor, out: Tensor, lse: Tensor, *arguments: Any) -> tuple
     """The gradients of q, k and v."""
     x = Arguments(*arguments)
     assert x.counts is not None  # the forward pass gave them
-    ranks = _find_ranks(x.ranks)
+    ranks = ranks_with_key(x.ranks)
     with torch.no_grad(), ranks.share_failures("the gradients of a split sequence"):
         call = context_parallel.build_split_call(x.q, ranks, x.counts.tolist(), x.options())
         return call.backward(grad, x.q, x.k, x.v, out, lse)
@@ -199,7 +188,7 @@ def _agree(
     x: Tensor, tensors: Sequence[Tensor], names: Sequence[str], activity: str, text: str, zigzag: bool, ranks: str
 ) -> tuple[Tensor, Tensor]:
     """The tokens on each rank, and the positions of this rank's."""
-    found = _find_ranks(ranks)
+    found = ranks_with_key(ranks)
     counts = agree_on_tensors(found, activity, text, x, dict(zip(names, tensors, strict=True)), zigzag)
     return torch.tensor(counts), positions_of_counts(counts, found.rank, zigzag).to(x.device)
 
@@ -211,7 +200,7 @@ _agreement = torch.library.custom_op("headwise::agree_on_sequence", _agree, muta
 def _agreement_shapes(
     x: Tensor, tensors: Sequence[Tensor], names: Sequence[str], activity: str, text: str, zigzag: bool, ranks: str
 ) -> tuple[Tensor, Tensor]:
-    counts = torch.empty(_rank_counts[ranks], dtype=torch.int64, device="cpu")
+    counts = torch.empty(ranks_with_key(ranks).count, dtype=torch.int64, device="cpu")
     return counts, torch.empty(x.shape[1], dtype=torch.int64, device=x.device)
 
 

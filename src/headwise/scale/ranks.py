@@ -379,7 +379,7 @@ def ranks_of(mesh: DeviceMesh | None = None, timeout: float | None = None, dimen
     kind = "cuda" if dist.get_backend() == "nccl" else "cpu"
     if mesh is None:  # making a mesh takes as long as an agreement
         mesh = _world["mesh"] = _world.get("mesh") or init_device_mesh(kind, (dist.get_world_size(),))
-    if mesh.ndim > 1 and dimension in (mesh.mesh_dim_names or ()):
+    if mesh.ndim > 1 and dimension is not None and dimension in (mesh.mesh_dim_names or ()):
         mesh = mesh[dimension]
     if mesh.ndim != 1:
         raise RankError(f"a mesh of one dimension is expected, got {mesh.ndim}; take one of them: mesh['tp']")
@@ -392,6 +392,11 @@ def ranks_of(mesh: DeviceMesh | None = None, timeout: float | None = None, dimen
 
 
 _world: dict[str, Any] = {}  # the default process group, and the mesh of all its ranks
+
+
+def ranks_with_key(key: str) -> Ranks:
+    """The ranks that an operator of a compiled graph is given by their key."""
+    return ranks_by_key[key] if key else Ranks()
 
 
 def forget_groups() -> None:
