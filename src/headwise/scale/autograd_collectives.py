@@ -6,9 +6,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from . import collective_operators
 from .ranks import Ranks
+from .sequence_parallel import gather_tokens
 
 
 class _CopyToRanks(torch.autograd.Function):
@@ -45,7 +47,12 @@ class _SumOverRanks(torch.autograd.Function):
 
 
 def copy_to_ranks(x: Tensor, ranks: Ranks) -> Tensor:
-    """x, which is the same on all ranks, for work that they split: its gradient is summed over them."""
+    """x, which is the same on all ranks, for work that they split: its gradient is summed over them.
+
+    Where each rank has some tokens of x, a DTensor, all of them are gathered.
+    """
+    if isinstance(x, DTensor):
+        return gather_tokens(x)
     if not (torch.is_grad_enabled() and x.requires_grad):
         return x
     copy: Tensor = _CopyToRanks.apply(x, ranks)

@@ -19,6 +19,7 @@ from .class_replacement import replace_class
 from .ranks import Ranks
 from .row_exchange import RowExchange, fetch_rows
 from .row_plan import RowPlan
+from .sequence_parallel import scatter_sum
 
 
 def local_tensor(x: Any) -> Any:
@@ -59,11 +60,16 @@ class RowParallelLinear(nn.Linear):
 
     rows: RowExchange  # of the weight's columns
     slots: Tensor | None = None
+    scatters_tokens: bool = False  # each rank gets the sum of some tokens, see `sequence_parallel`
 
     def forward(self, x: Tensor) -> Tensor:
         (weight,) = fetch_rows([local_tensor(self.weight)], self.rows, dim=1)
         weight = weight if self.slots is None else select_rows(weight.T, self.slots).T
-        out = sum_over_ranks(F.linear(x, weight), self.rows.ranks)
+        out = F.linear(x, weight)
+        if self.scatters_tokens:
+            stream = scatter_sum(out, self.rows.ranks)
+            return stream if self.bias is None else stream + self.bias
+        out = sum_over_ranks(out, self.rows.ranks)
         return out if self.bias is None else out + local_tensor(self.bias)
 
 

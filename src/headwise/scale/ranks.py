@@ -385,9 +385,11 @@ def ranks_of(mesh: DeviceMesh | None = None, timeout: float | None = None, dimen
         raise RankError(f"a mesh of one dimension is expected, got {mesh.ndim}; take one of them: mesh['tp']")
     device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device("cpu")
     timeout = _group_timeout(mesh.get_group(), device) if timeout is None else timeout
-    key = f"{mesh.get_group().group_name} {timeout:g}"
-    if key not in ranks_by_key:
-        ranks_by_key[key] = Ranks(mesh.get_local_rank(), mesh.size(), device, mesh, timeout, key)
+    for ranks in ranks_by_key.values():  # of this very mesh: another one of the same group has other dimensions around
+        if ranks.mesh is mesh and ranks.timeout == timeout:
+            return ranks
+    key = f"{mesh.get_group().group_name} {len(ranks_by_key)}"
+    ranks_by_key[key] = Ranks(mesh.get_local_rank(), mesh.size(), device, mesh, timeout, key)
     return ranks_by_key[key]
 
 

@@ -39,6 +39,7 @@ from .partitions import HeadPartition
 from .ranks import Ranks, ranks_of
 from .replicated_modules import replicate_parameters
 from .row_plan import RowPlan, chunk_ranges
+from .sequence_parallel import check_blocks, split_norms, split_stream
 from .vocabulary import check_vocabulary, split_vocabulary, vocabulary_layers
 
 
@@ -168,6 +169,7 @@ def split_heads(
     module: Any,
     mesh: DeviceMesh | None = None,
     *,
+    sequence_parallel: bool = False,
     vocabulary: bool = False,
     timeout: float | None = None,
     checked: bool | str = True,
@@ -180,6 +182,9 @@ def split_heads(
         module: headwise.MultiHeadAttention, or anything that contains some; feed-forward layers in it are split too.
         mesh: of the ranks; all by default. A mesh of one dimension, as mesh["tp"] of a larger one, or one with a
             dimension named "tp"; other dimensions are free for data parallelism (FSDP2).
+        sequence_parallel: between the layers of blocks and stacks each rank holds the residual stream of its tokens
+            alone: norms and sums are not repeated on every rank, and take less memory. Inputs and outputs stay whole.
+            Dropout must be 0, and tokens at least as many as ranks.
         vocabulary: split the embedding table of tokens and the output layer of stacks too. With gradients, logits are
             then a DTensor of each rank's tokens, for torch.distributed.tensor.parallel.loss_parallel; without, whole.
         timeout: seconds that a rank waits for the others, in forward and in backward; that of their group by default.
@@ -208,7 +213,14 @@ def split_heads(
         )
     if any(isinstance(part, SplitAttention) for part in attentions):
         raise UnsupportedError("this module is split over ranks already")
-    ranks.agree("the module to split", lambda: _check_and_describe(module, parts, ranks, vocabulary))
+
+    def describe() -> str:
+        if sequence_parallel:
+            check_blocks(module)
+        text = _check_and_describe(module, parts, ranks, vocabulary)
+        return text + (", sequence parallel" if sequence_parallel else "")
+
+    ranks.agree("the module to split", describe)
     if ranks.count == 1:
         return module
     for part in parts:
@@ -216,10 +228,14 @@ def split_heads(
             _split_attention(part, ranks)
         else:
             _split_feed_forward(part, ranks)
+    if sequence_parallel:
+        split_norms(module, ranks)
     if vocabulary:
         split_vocabulary(module, ranks)
     replicate_parameters(module, ranks)
     CallAgreement(ranks, module, checked)
+    if sequence_parallel:  # after the agreement, which compares whole inputs
+        split_stream(module, ranks)
     return module
 
 

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import loss_parallel
 
-from headwise import Decoder, Heads, Shape, TransformerBlock
+from headwise import Decoder, Heads, MultiHeadAttention, Shape, TransformerBlock
 from headwise.scale import clip_grad_norm_, load_state, save_state, split_heads
 from headwise.scale.ranks import Ranks
 from helpers.torchrun import assert_error
@@ -63,9 +63,9 @@ def data_and_heads_mesh(ranks: Ranks) -> DeviceMesh:
     return init_device_mesh("cpu", (ranks.count // 2, 2), mesh_dim_names=("dp", "tp"))
 
 
-def sharded_model(whole: Any, mesh: DeviceMesh) -> Any:
+def sharded_model(whole: Any, mesh: DeviceMesh, **options: Any) -> Any:
     """A copy of a decoder, heads split over "tp" and parameters sharded over "dp" by FSDP2."""
-    model = split_heads(copy.deepcopy(whole), mesh)
+    model = split_heads(copy.deepcopy(whole), mesh, **options)
     for block in model.blocks:
         fully_shard(block, mesh=mesh["dp"])
     return fully_shard(model, mesh=mesh["dp"])
@@ -84,20 +84,54 @@ def fsdp_around_split_heads_trains_as_one_process(ranks: Ranks, folder: Path) ->
     mesh = data_and_heads_mesh(ranks)
     for name, heads in COUNTS.items():
         whole = new_decoder(heads)
-        model = sharded_model(whole, mesh)
-        assert all(isinstance(x, DTensor) for x in model.parameters())
-        optimizers = [new_optimizer(x) for x in (whole, model)]
-        for ids in batches():
-            want = step(whole, optimizers[0], ids)
-            got = step(model, optimizers[1], own_sequences(ids, mesh))
-            assert want > 0.05  # they are clipped
-            torch.testing.assert_close(got, want, **EXACT, msg=lambda m, name=name: f"{name}: {m}")
-            for (key, x), y in zip(whole.named_parameters(), model.parameters(), strict=True):
-                message = f"{name} {key}"
-                torch.testing.assert_close(whole_tensor(y.grad), x.grad, **EXACT, msg=lambda m, n=message: f"{n}: {m}")
-                torch.testing.assert_close(whole_tensor(y), x.detach(), **EXACT, msg=lambda m, n=message: f"{n}: {m}")
-        ids = batches()[0]
-        torch.testing.assert_close(model(own_sequences(ids, mesh)), own_sequences(whole(ids), mesh), **EXACT)
+        compare_training(whole, sharded_model(whole, mesh), mesh, name)
+
+
+def compare_training(whole: Any, model: Any, mesh: DeviceMesh, name: str) -> None:
+    """Three clipped steps of both, and the outputs after them."""
+    assert all(isinstance(x, DTensor) for x in model.parameters())
+    optimizers = [new_optimizer(x) for x in (whole, model)]
+    for ids in batches():
+        want = step(whole, optimizers[0], ids)
+        got = step(model, optimizers[1], own_sequences(ids, mesh))
+        assert want > 0.05  # they are clipped
+        torch.testing.assert_close(got, want, **EXACT, msg=lambda m: f"{name}: {m}")
+        for (key, x), y in zip(whole.named_parameters(), model.parameters(), strict=True):
+            message = f"{name} {key}"
+            torch.testing.assert_close(whole_tensor(y.grad), x.grad, **EXACT, msg=lambda m, n=message: f"{n}: {m}")
+            torch.testing.assert_close(whole_tensor(y), x.detach(), **EXACT, msg=lambda m, n=message: f"{n}: {m}")
+    ids = batches()[0]
+    torch.testing.assert_close(model(own_sequences(ids, mesh)), own_sequences(whole(ids), mesh), **EXACT)
+
+
+@check
+def a_split_residual_stream_trains_as_one_process(ranks: Ranks, folder: Path) -> None:
+    """9 tokens on 2 ranks: the stream is split unevenly."""
+    mesh = data_and_heads_mesh(ranks)
+    for name, heads in COUNTS.items():
+        whole = new_decoder(heads)
+        compare_training(whole, sharded_model(whole, mesh, sequence_parallel=True), mesh, name)
+    world = init_device_mesh("cpu", (ranks.count,))
+    block = TransformerBlock(24, 4, 2, norm="rms", activation="swiglu", cross=True, qk_norm="rms", bias=False).double()
+    split = split_heads(copy.deepcopy(block), world, sequence_parallel=True)
+    seen: list[Any] = []
+    split.ffn_norm.register_forward_hook(lambda module, args, out: seen.append(out.to_local().shape[1]))
+    inputs = [torch.randn(2, tokens, 24, dtype=torch.float64) for tokens in (7, 5)]
+    x, memory = inputs
+    wants, gots = ([y.clone().requires_grad_() for y in inputs] for _ in range(2))
+    want, got = block(*wants, causal=True), split(*gots, causal=True)
+    torch.testing.assert_close(got, want, **EXACT)
+    assert seen == [min(-(-7 // ranks.count), max(0, 7 - ranks.rank * -(-7 // ranks.count)))]
+    want.square().sum().backward()
+    got.square().sum().backward()
+    for a, b in zip(wants, gots, strict=True):
+        torch.testing.assert_close(b.grad, a.grad, **EXACT)
+    torch.testing.assert_close(split(x=x, memory=memory), block(x, memory), **EXACT)
+    assert_error(lambda: split(x[:, :1], memory), "tokens are fewer than")
+    attention = MultiHeadAttention(24, 4)
+    assert_error(lambda: split_heads(attention, world, sequence_parallel=True), "is for blocks and stacks")
+    dropping = split_heads(TransformerBlock(24, 4, dropout=0.1), world, sequence_parallel=True)
+    assert_error(lambda: dropping(torch.randn(1, 8, 24)), "set dropout to 0")
 
 
 @check
