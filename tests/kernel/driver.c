@@ -576,7 +576,8 @@ static void test_gradients(Case *x, int path, int64_t wrong[CHECKS]) {
     int64_t size = dtype_size(c->dtype), rows = c->batch * c->heads * c->queries;
     int64_t keys = c->batch * c->kv_heads * c->keys;
     Gradients g = {.out = c->out};
-    c->gates = NULL, c->sums = NULL, c->counted = NULL, c->classes = NULL, c->class_count = c->strongest_count = 0;
+    c->gates = NULL, c->sums = NULL, c->rows = NULL, c->counted = NULL, c->classes = NULL;
+    c->class_count = c->strongest_count = 0;
     if (!c->lse) c->lse = own(x, allocate(rows * sizeof(float)));
     wrong[STATUS] += headwise_run(c, path) != 0;
     memcpy(g.out_stride, c->out_stride, sizeof g.out_stride);
