@@ -201,7 +201,7 @@ def test_sharded_weights_are_refused() -> None:
         out = model.layers[0].self_attn.o_proj
         out.weight = nn.Parameter(distribute_tensor(out.weight.detach(), mesh))
         for zero in (False, True):
-            with pytest.raises(UnsupportedError, match="its weight is sharded over ranks.; prune and save the model"):
+            with pytest.raises(UnsupportedError, match="has weights that are DTensors; change the model before it is"):
                 headwise.prune_heads(model, HEADS, zero=zero)
     finally:
         distributed.destroy_process_group()
