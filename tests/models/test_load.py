@@ -188,7 +188,9 @@ def test_a_file_without_a_model_is_refused(folder: Path) -> None:
     refused(note, "note.txt' is not a model; give a directory")
 
 
-@pytest.mark.parametrize("name", ["", " ", "/no/such/place", "a/b/c", "no such model", "nosuch.gguf", "../no-such-place"])
+@pytest.mark.parametrize(
+    "name", ["", " ", "/no/such/place", "a/b/c", "no such model", "nosuch.gguf", "../no-such-place"]
+)
 def test_a_name_that_is_not_a_string_is_refused(name: str) -> None:
     refused(name, "name must not be empty|there is no '.*'; give a directory .* or one of minilm, smollm2")
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch._higher_order_ops.effects import _EffectType
 
+from ..attention.torch_internals import EffectType
+from ..errors import UnsupportedError
 from .agreement import describe_random_state, describe_tensor
 from .ranks import ranks_with_key
 
@@ -60,11 +61,13 @@ agree = torch.library.custom_op(
 
 @all_reduce.register_fake
 def _(x: Tensor, key: str, activity: str) -> Tensor:
+    check_order()
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 @all_to_all.register_fake
 def _(x: Tensor, sent: list[int], received: list[int], key: str, activity: str) -> Tensor:
+    check_order()
     return x.new_empty(sum(received))
 
 
@@ -72,8 +75,18 @@ def _(x: Tensor, sent: list[int], received: list[int], key: str, activity: str) 
 def _(
     values: list[Tensor], numbers: list[float], key: str, activity: str, text: str, compare_values: bool, random: bool
 ) -> None:
-    return None
+    check_order()
 
 
-for operator in (all_reduce, all_to_all, agree):
-    operator.register_effect(_EffectType.ORDERED)
+if EffectType is not None:
+    for operator in (all_reduce, all_to_all, agree):
+        operator.register_effect(EffectType.ORDERED)
+
+
+def check_order() -> None:
+    """Refuse to trace where this version of PyTorch has no effects: a compiler could drop or reorder the operators."""
+    if EffectType is None:
+        raise UnsupportedError(
+            f"torch {torch.__version__} cannot keep the order of collectives in a compiled graph; run modules whose "
+            "heads are split over ranks uncompiled"
+        )

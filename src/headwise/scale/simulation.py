@@ -14,10 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from ..attention.checkpoints.architectures import ARCHITECTURES
 from ..attention.checkpoints.famous import famous_shape
@@ -134,6 +132,8 @@ def _shape(model: str | Mapping[str, Any]) -> Shape:
 @contextmanager
 def _fake_ranks(rank: int, count: int) -> Iterator[DeviceMesh]:
     """A fake process group in which this process is one of so many ranks, and its mesh."""
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
     _clear_sharding_prop_cache()  # of DTensor, which takes a process to be one rank: shapes of shards are in it
     dist.init_process_group(dist.Backend.FAKE, rank=rank, world_size=count)
     try:
@@ -197,6 +197,8 @@ def _weights(run: _Run, mesh: DeviceMesh) -> Bytes:
 
 def _count_fake(run: _Run, block: nn.Module, batch: int) -> Bytes:
     """`_Run.count` where parameters on the meta device are refused, or meet indices on another device."""
+    from torch._subclasses import FakeTensorMode
+
     with FakeTensorMode(allow_non_fake_inputs=True):
         return run.count(block.to_empty(device="cpu"), batch, run.tokens)
 

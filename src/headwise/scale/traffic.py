@@ -8,11 +8,12 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..attention.torch_internals import DispatchMode
 from ..errors import UnsupportedError
 from .head_plan import all_gather_bytes, all_reduce_bytes
 
@@ -45,6 +46,8 @@ def count_traffic() -> Iterator[Traffic]:
         >>> traffic.data
         25165824
     """
+    if not hasattr(DispatchMode, "__torch_dispatch__"):
+        raise UnsupportedError(f"torch {torch.__version__} has no TorchDispatchMode, by which operators are counted")
     traffic = Traffic()
     with _CollectiveCounter(traffic):
         yield traffic
@@ -60,7 +63,7 @@ def uncounted() -> Iterator[None]:
         _counts.reset(token)
 
 
-class _CollectiveCounter(TorchDispatchMode):
+class _CollectiveCounter(DispatchMode):
     """Sees every operator, and adds up what those of torch.distributed send."""
 
     def __init__(self, traffic: Traffic) -> None:

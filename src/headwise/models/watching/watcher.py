@@ -169,6 +169,7 @@ class Watch:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        self._hooks.remove()  # at once: an interrupt in what follows leaves none
         if error is not None:
             self.close()
             for group in self.rank_groups:
