@@ -253,6 +253,25 @@ def test_crop_past_the_ring_is_refused_as_a_whole() -> None:
             cache.crop(wrong)
 
 
+@pytest.mark.parametrize("implementation", ["eager", "headwise"])
+def test_crop_past_what_a_sliding_layer_still_holds_is_refused(implementation: str) -> None:
+    model = build("gemma2", implementation)
+    plan = make_plan(model, heads={})
+    batch, cache = padded_batch(None, (41,)), HeadCache(plan)
+    with headwise.streaming(model, plan):
+        whole = run_in_parts(model, batch, HeadCache(plan), (41,))
+        run_in_parts(model, batch, cache, (25,))
+        cache.activate_past_recording()
+        run_in_parts(model, batch, cache, (6,))
+        with pytest.raises(CacheError, match="7 tokens cannot be removed: in layer 0 they have overwritten earlier"):
+            cache.crop(-7)  # one came before the past was recorded
+        cache.crop(-2)  # forgets what the window of 9 keys does not reach any more
+        with pytest.raises(CacheError, match="1 tokens cannot be removed: in layer 0 they have overwritten earlier"):
+            cache.crop(-1)
+        assert {cache.get_seq_length(layer) for layer in range(3)} == {29}
+        assert_equal_up_to_rounding(run_in_parts(model, batch, cache, (4, 8)), whole[:, 29:])
+
+
 def test_the_cache_has_the_bytes_that_its_plan_says() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         model = build("gpt2", dtype=dtype)

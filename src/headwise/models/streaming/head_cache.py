@@ -131,8 +131,9 @@ class HeadCache(Cache):
     def _can_crop(self, layer: CacheLayerMixin, length: int) -> bool:
         if isinstance(layer, StreamingLayer):
             return layer.cached.can_crop(length, self.sequences)
-        if isinstance(layer, DynamicSlidingWindowLayer):
-            return layer.record_past or layer.get_seq_length() < layer.sliding_window
+        if isinstance(layer, DynamicSlidingWindowLayer) and layer.keys is not None:
+            remaining = layer.keys.shape[-2] - (layer.get_seq_length() - length)
+            return remaining >= min(length, layer.sliding_window - 1)  # the keys that the next token sees
         return True
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
