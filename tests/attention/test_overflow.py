@@ -128,6 +128,32 @@ def test_gradients_of_large_scores_are_those_of_double_precision(largest: float,
         torch.testing.assert_close(got.grad.double(), want.grad, rtol=0, atol=bound)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("path", [*READABLE, *NATIVE])
+@pytest.mark.parametrize("hidden", [-1e5, -1e9, torch.finfo(torch.float32).min])
+def test_gradients_of_queries_that_a_float_mask_hides_everything_from(
+    hidden: float, path: str, dtype: torch.dtype
+) -> None:
+    made = torch.Generator().manual_seed(7)
+    q, k, v = (torch.randn(2, heads, 143, 8, generator=made, dtype=dtype) for heads in (4, 2, 2))
+    mask = torch.zeros(2, 1, 143, 143)
+    mask[1, :, :5] = mask[0, :, 135:] = hidden  # whole rows: their weights are those of rounded scores
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    grad = torch.randn(2, 4, 143, 8, generator=made, dtype=dtype)
+    with forced(path):
+        attend(*leaves, mask=mask).backward(grad)
+    double = [x.double().requires_grad_() for x in (q, k, v)]
+    keys, values = (x.repeat_interleave(2, 1) for x in double[1:])
+    scores = double[0] @ keys.mT * 8**-0.5
+    # both round a score to the precision of its sum with the mask before the softmax
+    rounded = (scores.detach().to(dtype) + mask).double() - mask.double()
+    weights = (scores + (rounded - scores).detach()).softmax(-1)
+    (weights @ values).backward(grad.double())
+    for got, want in zip(leaves, double, strict=True):
+        # 2 * 143 terms per key, of which each has a relative error of a few roundings of the score
+        torch.testing.assert_close(got.grad.double(), want.grad, rtol=0, atol=286 * 2e-5)
+
+
 def test_infinite_inputs_propagate() -> None:
     q, k, v = call(torch.float32, 1.0)
     k[0, 0, 2, 1] = torch.inf

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..call import AttentionCall
 from ..torch_modes import has_symbolic_sizes, in_forward_mode, in_nested_transforms, is_readable, needs_gradient
 from ..visibility import Visibility
-from .blockwise import exponentials, group_rows, grouped_matmul, ungroup_rows, upcast
+from .blockwise import LARGE, exponentials, group_rows, grouped_matmul, max_magnitude, ungroup_rows, upcast
 from .protocol import NO_EXTRA, ExtraOutputs, Outputs, apply_gates
 
 NAME = "sdpa"
@@ -253,7 +253,8 @@ class Flash(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, mask, out, lse = ctx.saved_tensors
         if not torch.is_grad_enabled():
-            grads = _flash_backward(grad_out, q, k, v, out, lse, ctx.causal, mask, ctx.scale)
+            backward = _backward_in_operators if _is_large(lse) else _flash_backward
+            grads = backward(grad_out, q, k, v, out, lse, ctx.causal, mask, ctx.scale)
             return *grads, None, None, None
         leaves = [x for x in (q, k, v) if x.requires_grad]
         out = _flash_in_operators(q, k, v, mask, ctx.causal, ctx.scale)
@@ -261,11 +262,47 @@ class Flash(torch.autograd.Function):
         return *(next(of_leaves) if x.requires_grad else None for x in (q, k, v)), None, None, None
 
 
-def _flash_in_operators(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
-    """What the flash kernel computes, by operators that have every derivative."""
+def _is_large(lse: Tensor) -> bool:
+    """Whether some log-sum-exp is rounded so much that the flash kernel's backward would make wrong weights of it.
+
+    A float mask of finfo.min or -1e9 on all keys of a query is enough.
+    """
+    exactness = torch.finfo(torch.float32).eps / torch.finfo(lse.dtype).eps
+    return max_magnitude(lse[lse.isfinite()]) >= LARGE * exactness
+
+
+def _backward_in_operators(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+    mask: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, ...]:
+    """The gradients of q, k and v from scores that are computed again, by blocks of queries."""
+    of_q, of_k, of_v = (torch.zeros_like(x, dtype=upcast(x[:0]).dtype) for x in (q, k, v))
+    q, k, v = leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    for first in range(0, q.shape[2], ROWS):
+        rows = slice(first, first + ROWS)
+        rows_of_mask = mask if mask is None or mask.shape[-2] == 1 else mask[..., rows, :]
+        with torch.enable_grad():
+            block = _flash_in_operators(q[:, :, rows], k, v, rows_of_mask, causal, scale, first)
+        parts = torch.autograd.grad(block, leaves, grad_out[:, :, rows])
+        for total, part in zip((of_q, of_k, of_v), parts, strict=True):
+            total += part
+    return tuple(x.to(q.dtype) for x in (of_q, of_k, of_v))
+
+
+def _flash_in_operators(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float, first: int = 0
+) -> Tensor:
+    """What the flash kernel computes for the queries from `first` on, by operators that have every derivative."""
     s = grouped_matmul(upcast(q) * scale, upcast(k).transpose(-1, -2))
     if causal:
-        s = s.masked_fill(s.new_ones(s.shape[-2:], dtype=torch.bool).triu(1), -torch.inf)
+        s = s.masked_fill(s.new_ones(s.shape[-2:], dtype=torch.bool).triu(1 + first), -torch.inf)
     if mask is not None:
         s = s + mask
     e, total = exponentials(s, None)
