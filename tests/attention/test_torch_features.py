@@ -51,6 +51,30 @@ def test_vmap_takes_attend_and_refuses_statistics() -> None:
         torch.func.vmap(lambda q, k, v: headwise.head_stats(q[None], k[None], v[None])[0][0])(q, k, v)
 
 
+@pytest.mark.parametrize("name", ["sinks", "mask", "lengths", "starts", "offset"])
+def test_vmap_over_an_option_alone_gives_each_call_its_own(name: str) -> None:
+    q, k, v = (x.double() for x in inputs())
+    made = torch.Generator().manual_seed(2)
+    several = {
+        "sinks": torch.randn(3, 6, generator=made),
+        "mask": torch.randn(3, 2, 1, 7, 7, generator=made),
+        "lengths": torch.tensor([[7, 3], [1, 5], [0, 6]]),
+        "starts": torch.tensor([[0, 3], [1, 5], [7, 6]]),
+        "offset": torch.tensor([[0, 3], [1, -5], [7, 6]]),
+    }[name]
+    fixed: dict[str, Any] = {"causal": True, "window": (3, 0), "keep_first": 1, "softcap": 5.0}
+
+    def attended(option: Tensor) -> Tensor:
+        return headwise.attend(q, k, v, **fixed, **{name: option})
+
+    def weighed(option: Tensor) -> Tensor:
+        return headwise.weights(q, k, **fixed, **{name: option})
+
+    for function in (attended, weighed):
+        want = torch.stack([function(option) for option in several])
+        torch.testing.assert_close(torch.func.vmap(function)(several), want)
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.jit.trace.* is deprecated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 def test_statistics_without_values_can_be_traced() -> None:

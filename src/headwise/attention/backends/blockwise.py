@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from .. import dropout
 from ..call import AttentionCall
-from ..torch_modes import has_symbolic_sizes, is_observed, needs_gradient
+from ..torch_modes import has_symbolic_sizes, in_vmap, is_observed, needs_gradient
 from ..visibility import Visibility
 from .protocol import NO_EXTRA, ExtraOutputs, Outputs, apply_gates
 
@@ -336,7 +336,8 @@ def exponentials(s: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
     """exp(s - row maximum), and the softmax's denominator (..., 1), in which sinks (H,) take part; never 0."""
     largest = s.detach().amax(-1) if s.shape[-1] else s.new_full(s.shape[:-1], -torch.inf)
     maximum = row_maximum(largest, sinks)[..., None]
-    e = torch.exp(s - maximum) if s.requires_grad else s.sub_(maximum).exp_()
+    # a vmap over sinks alone has one s for all of them
+    e = torch.exp(s - maximum) if s.requires_grad or in_vmap() else s.sub_(maximum).exp_()
     total = e.sum(-1, keepdim=True)
     if sinks is not None:
         total = total + torch.exp(sinks.to(s.dtype).view(1, -1, 1, 1) - maximum)
