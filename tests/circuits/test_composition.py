@@ -155,6 +155,18 @@ def test_a_head_of_zeros_composes_with_none() -> None:
     assert all(pair.earlier != ("self", 0, 0) for pair in result.strongest(1000))
 
 
+def test_heads_that_read_another_width_than_is_written_do_not_compose() -> None:
+    config = transformers.Zamba2Config(
+        vocab_size=89, hidden_size=60, num_hidden_layers=4, layers_block_type=["mamba", "hybrid"] * 2, mamba_d_state=8,
+        n_mamba_heads=4, mamba_headdim=30, mamba_ngroups=1, num_mem_blocks=1, num_attention_heads=6,
+        num_key_value_heads=2, attention_head_dim=20, intermediate_size=37,
+    )  # fmt: skip
+    result = headwise.composition(transformers.AutoModel.from_config(config))
+    assert {layer for _, layer, _ in result.heads} == {1, 3}
+    assert all(np.isnan(result.scores[component]).all() for component in COMPONENTS)
+    assert result.strongest(5) == []
+
+
 def test_the_strongest_pairs_come_in_order() -> None:
     result = headwise.composition(random_model(24))
     pairs = result.strongest(400)

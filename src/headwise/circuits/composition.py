@@ -263,6 +263,8 @@ def _scores(
         sending = [i for i, writer in enumerate(writers) if writer.factor.shape[2] == width]
         places = [(name, i) for name in COMPONENTS for i in range(len(layers))]
         receiving = [(name, i) for name, i in places if readers[i][name].factor.shape[2] == width]
+        if not receiving:  # nobody reads what these layers write as it is, as in Zamba
+            continue
         squares = _products([writers[i] for i in sending], [readers[i][name] for name, i in receiving], width)
         rows = np.concatenate(([0], np.cumsum([counts[i] for i in sending])))
         columns = np.concatenate(([0], np.cumsum([counts[i] for _, i in receiving])))
