@@ -157,6 +157,16 @@ def test_tied_weights_and_bf16_survive_saving(tmp_path: Path) -> None:
     assert reloaded.headwise_heads == {0: [0, 3, 4]}
 
 
+def test_a_model_of_experts_is_compared_in_its_own_implementation(tmp_path: Path) -> None:
+    model, arguments = build("gpt_oss", transformers.AutoModelForCausalLM).double(), inputs("gpt_oss")
+    model.set_experts_implementation("eager")  # transformers' default does not take float64
+    headwise.save(model, tmp_path / "saved")
+    reloaded = headwise.load(tmp_path / "saved")
+    reloaded.set_experts_implementation("eager")
+    with torch.no_grad():
+        assert error(reloaded(**arguments).logits, model(**arguments).logits) < CLOSE[torch.float64]
+
+
 def test_other_files_are_copied_but_no_pickles(tmp_path: Path) -> None:
     source = tmp_path / "source"
     build("bert").save_pretrained(source)
