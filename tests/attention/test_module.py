@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from headwise import Alibi, Heads, MultiHeadAttention, Rotary, head_stats, reference
+from headwise import Alibi, Heads, MultiHeadAttention, Rotary, attend, head_stats, reference
 from headwise.errors import HeadwiseError, MaskError, ShapeError, UnsupportedError
 
 BATCH, TOKENS, KEYS, WIDTH = 3, 7, 11, 20
@@ -579,6 +579,29 @@ def test_compiled_module_equals_eager(name, call_options):
         out, want = compiled(x, **call_options), module(x, **call_options)
         close(out, want)
         close(*(torch.autograd.grad(y.square().sum(), x)[0] for y in (out, want)))
+
+
+@pytest.mark.usefixtures("_fresh_compiler")
+@pytest.mark.parametrize("name", ["plain", "all of it"])
+def test_a_module_compiled_with_dynamic_shapes_equals_eager(name):
+    module = made(**OPTIONS[name])
+    compiled = torch.compile(module, fullgraph=True, dynamic=True, backend="aot_eager")
+    for count in (TOKENS, 13):
+        x = tokens(count=count)
+        close(compiled(x, causal=True), module(x, causal=True))
+
+
+@pytest.mark.usefixtures("_fresh_compiler")
+def test_numbers_are_symbols_in_graphs_with_dynamic_shapes():
+    q, k = (torch.randn(2, heads, 7, 8, dtype=torch.float64) for heads in (4, 2))
+
+    def attended(q, k, scale, softcap, window, keep_first):
+        options = {"scale": scale, "softcap": softcap, "window": (window, 0), "keep_first": keep_first}
+        return attend(q, k, k, **options)
+
+    compiled = torch.compile(attended, fullgraph=True, dynamic=True, backend="aot_eager")
+    for numbers in ((0.3, 5.0, 3, 1), (-0.7, 2.5, 1, 2)):
+        close(compiled(q, k, *numbers), attended(q, k, *numbers))
 
 
 @pytest.mark.usefixtures("_fresh_compiler")

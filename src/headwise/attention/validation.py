@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -163,7 +164,8 @@ def _window(window: Any) -> Band:
 def check_mask(shape: Sequence[int], size: Sizes) -> None:
     """Require a mask that broadcasts to (B, Hq, Tq, Tk)."""
     full = (size.batch, size.heads, size.queries, size.keys)
-    if len(shape) > 4 or any(n not in (1, m) for n, m in zip(reversed(shape), reversed(full), strict=False)):
+    pairs = zip(reversed(shape), reversed(full), strict=False)
+    if len(shape) > 4 or any(n != 1 and n != m for n, m in pairs):  # `in` does not compare the symbols of torch.compile
         hint = ""
         if tuple(shape) == (size.batch, size.keys):
             hint = "; for a padding mask give mask[:, None, None, :]"
@@ -229,9 +231,11 @@ def check_numbers(scale: float | None, softcap: float | None, dropout: float = 0
 
 def _finite(x: Any) -> bool:
     """Whether x is a finite number, or such a NumPy or PyTorch scalar."""
+    if isinstance(x, int | float):  # math.isfinite does not take the symbols of torch.compile(dynamic=True)
+        return bool(abs(x) <= sys.float_info.max)
     try:
-        return (isinstance(x, int | float) or getattr(x, "ndim", None) == 0) and math.isfinite(x)
-    except (OverflowError, TypeError, ValueError):  # too large for a float, or complex
+        return getattr(x, "ndim", None) == 0 and math.isfinite(x)
+    except (OverflowError, TypeError, ValueError, RuntimeError):  # too large for a float, complex, or on "meta"
         return False
 
 
