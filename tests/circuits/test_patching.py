@@ -57,6 +57,36 @@ def test_exact_patching_equals_patching_by_hand(name: str, what: str) -> None:
         np.testing.assert_allclose(row.effect, share_by_hand(model, name, site, what, heads), **CLOSE)
 
 
+def test_a_metric_of_right_and_wrong_answers_is_one_of_zeros_and_ones() -> None:
+    model, (clean, corrupted) = build("llama"), pair("llama")
+    with torch.no_grad():
+        answers = model(**clean).logits[:, -1].argmax(-1)
+
+    def is_right(output: Any) -> Tensor:
+        right: Tensor = output.logits[:, -1].argmax(-1) == answers
+        return right
+
+    effects = headwise.patch(model, clean, corrupted, is_right)
+    numbers = headwise.patch(model, clean, corrupted, lambda output: is_right(output).double())
+    assert [row.effect for row in effects.rows()] == [row.effect for row in numbers.rows()]
+    with pytest.raises(headwise.HeadwiseError, match=r"must give real numbers, got torch.complex\d+; use .abs\(\)"):
+        headwise.patch(model, clean, corrupted, lambda output: output.logits[:, -1, 0] + 1j)
+
+
+@pytest.mark.parametrize(
+    ("answers", "message"),
+    [
+        (None, "answers are tokens, one for all prompts or one per prompt, got None"),
+        (5.5, "answers are tokens, one for all prompts or one per prompt, got 5.5"),
+        ([[1], [2]], r"an answer is a token's id or its text, got \[1\]"),
+    ],
+)
+def test_answers_that_are_no_tokens_are_named(answers: Any, message: str) -> None:
+    clean, corrupted = pair("llama")
+    with pytest.raises(headwise.HeadwiseError, match=message):
+        headwise.patch(build("llama"), clean, corrupted, headwise.LogitDifference(answers, 3))
+
+
 @pytest.mark.parametrize("implementation", ["eager", "sdpa", "headwise"])
 @pytest.mark.parametrize("what", KINDS)
 def test_noise_gives_the_share_destroyed_under_any_attention_function(what: str, implementation: str) -> None:

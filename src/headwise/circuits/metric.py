@@ -113,8 +113,10 @@ class Measure:
             raise ShapeError(f"the metric must give (B,) numbers or one number as a tensor, got {shape}")
         if value.dim() == 1 and len(value) != batch_size(batch):
             raise ShapeError(f"the metric gave {len(value)} numbers for {batch_size(batch)} prompts; one per prompt")
+        if value.is_complex():
+            raise HeadwiseError(f"the metric must give real numbers, got {value.dtype}; use .abs() or .real")
         self.per_example = value.dim() == 1
-        return value.reshape(-1)
+        return (value if value.is_floating_point() else value.double()).reshape(-1)  # counts, right or wrong
 
     def _difference(self, output: Any, number: int) -> Tensor:
         batch, logits = self._batches[number], logits_of(output)
@@ -141,6 +143,8 @@ def token_ids(tokens: Any, count: int, tokenizer: Any = None) -> Tensor:
         HeadwiseError: for a string that is not exactly one token, naming the tokens that it is.
     """
     single = isinstance(tokens, (str, int)) or (isinstance(tokens, Tensor) and tokens.dim() == 0)
+    if not single and not isinstance(tokens, (Sequence, Tensor)):
+        raise HeadwiseError(f"answers are tokens, one for all prompts or one per prompt, got {brief(tokens)}")
     values = [tokens] if single else list(tokens)
     ids = [_token_id(token, tokenizer) for token in values]
     if single:
@@ -227,5 +231,7 @@ def _describe_tokens(tokens: Any, several: str) -> str:
         return repr(tokens)
     if isinstance(tokens, int):
         return f"token {tokens}"
-    distinct = set(tokens.flatten().tolist() if isinstance(tokens, Tensor) else tokens)
-    return _describe_tokens(distinct.pop(), several) if len(distinct) == 1 else several
+    values = tokens.flatten().tolist() if isinstance(tokens, Tensor) else tokens
+    if not isinstance(values, Sequence) or not values or any(value != values[0] for value in values):
+        return several
+    return _describe_tokens(values[0], several)
