@@ -285,6 +285,11 @@ def test_a_stream_that_is_no_sum_is_refused_by_name() -> None:
         headwise.attribute(Gated(), torch.randn(2, 3, 12), lambda out: out[:, 0].sum(-1))
 
 
+def test_a_metric_without_a_gradient_is_refused_by_that_reason() -> None:
+    with pytest.raises(UnsupportedError, match="what its heads write: the metric gives no gradient"):
+        headwise.attribute(small_gpt2(), small_batch(), lambda output: output.logits[:, -1].argmax(-1))
+
+
 def test_weights_that_are_not_in_memory_are_refused_in_one_line() -> None:
     model = small_gpt2()
     model.transformer.h[1].mlp.to("meta")

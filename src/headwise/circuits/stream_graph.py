@@ -79,7 +79,8 @@ def read_writers(graph: StreamGraph, values: Tensor, in_branch: Callable[[Module
     reader = _Reader(graph, in_branch)
     end = reader.find_end(values.grad_fn)
     if end is None:
-        reader.reading.problem = "no sum was found that attention outputs are added to"
+        no_sum = "no sum was found that attention outputs are added to"
+        reader.reading.problem = no_sum if values.requires_grad else "the metric gives no gradient"
     else:
         reader.collect_writers(end)
     return reader.reading
