@@ -28,7 +28,7 @@ GROUPS = {
     "Errors": ("errors",),
 }
 OTHERS = "Other names"  # a public name of a module that no group has
-INTRODUCTION = "Generated from the docstrings. `import headwise` gives every name that has no longer path."
+INTRODUCTION = "Generated from the docstrings. Import names from `headwise` by the path in the heading."
 WIDTH = 80  # columns of the command line's help
 
 
