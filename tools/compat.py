@@ -5,7 +5,9 @@
 
 Each environment is a folder that pip fills, with the wheel of dist/ (make wheels), and that is removed afterwards.
 PyTorch is installed without its dependencies: NVIDIA's libraries, gigabytes that its builds for CUDA need to be
-imported, are taken from the folder COMPAT_NVIDIA. Interpreters are searched on the path (python3.13) and in pyenv.
+imported, are taken from the folder COMPAT_NVIDIA. Interpreters are searched in pyenv and on the path (python3.13).
+Only wheels are installed. PyYAML has none for Python 3.15: build one first (python3.15 -m pip wheel --no-deps pyyaml)
+and name its folder in PIP_FIND_LINKS, or UV_FIND_LINKS with uv.
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ class Environment:
     def interpreter(self) -> str | None:
         """The Python, or None where there is none."""
         folders = sorted((Path.home() / ".pyenv/versions").glob(f"{self.python}.*/bin"))
-        path_here = os.pathsep.join([os.environ["PATH"], *map(str, folders)])
+        # pyenv's own folders come first: its shims are on the path for versions that are not selected, too, and fail
+        path_here = os.pathsep.join([*map(str, folders), os.environ["PATH"]])
         return shutil.which(f"python{self.python}", path=path_here)
 
 
@@ -48,7 +51,10 @@ ENVIRONMENTS = (
     Environment("3.11", "2.13.0", "5.15.0"),
     Environment("3.11", "2.13.0", "5.22.2"),
     Environment("3.11", "2.14.1", "5.23.0"),
+    Environment("3.12", "2.13.0", "5.22.2"),
+    Environment("3.13", "2.15.0", "5.23.0"),
     Environment("3.14", "2.15.0", "5.23.0"),
+    Environment("3.15", "2.15.0", "5.23.0"),
 )
 
 

@@ -28,7 +28,7 @@ GROUPS = {
     "Errors": ("errors",),
 }
 OTHERS = "Other names"  # a public name of a module that no group has
-INTRODUCTION = "Generated from the docstrings. `import headwise` gives every name that has no longer path."
+INTRODUCTION = "Generated from the docstrings. Import names from `headwise` by the path in the heading."
 WIDTH = 80  # columns of the command line's help
 
 
@@ -85,7 +85,8 @@ def entry(value: Any, path: str, level: int = 2) -> str:
     """The directive that mkdocstrings replaces by the documentation of a function or class."""
     home = f"{value.__module__}.{value.__qualname__}"
     assert inspect.getmodule(value) is importlib.import_module(value.__module__), home
-    return f"::: {home}\n    options:\n      heading: {path}\n      toc_label: {path}\n      heading_level: {level}"
+    label = path if level == 2 else path.rpartition(".")[2]  # below its module's name, and the column is narrow
+    return f"::: {home}\n    options:\n      heading: {path}\n      toc_label: {label}\n      heading_level: {level}"
 
 
 def _summary(module: ModuleType) -> str:

@@ -65,7 +65,11 @@ TITLES = {
     "circuits.md": "Find the heads behind an answer",
     "head_matrices.md": "Read a head's matrices",
     "cards.md": "Read a model card",
+    "streaming.md": "Shorten the KV cache",
+    "streaming_report.md": "A streaming report: SmolLM2",
+    "grouping.md": "Merge KV heads",
     "scale.md": "Scale out",
+    "benchmarks.md": "Benchmarks",
     "benchmarks/method.md": "How speed is measured",
     "benchmarks/pruning.md": "Pruning on real weights",
 }

@@ -202,7 +202,8 @@ def _summary_lines() -> list[str]:
     damages = [(model, Ablation.from_json(document)) for model in MODELS for document in _experiments(model)]
     verdicts = Counter((model, ablation.verdict) for model, ablation in damages)
     for (model, verdict), count in verdicts.items():
-        lines.append(f"- {model}, {count} experiments: masking the heads does {HARM[verdict]}.")
+        experiments = f"{count} experiment{'s' if count > 1 else ''}"
+        lines.append(f"- {model}, {experiments}: masking the heads does {HARM[verdict]}.")
     return lines
 
 

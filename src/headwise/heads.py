@@ -12,16 +12,26 @@ from .errors import ShapeError
 class Heads:
     """How one attention layer divides its width.
 
+    Args:
+        width: d_model.
+        query: query heads.
+        kv: key/value heads. Fewer than query heads: grouped queries (GQA); one: multi-query (MQA).
+        dim: width of one head; query * dim need not equal the model's width.
+        value_dim: width of one head's values; dim by default, and different from it only in MLA.
+
+    Raises:
+        ShapeError: a size below 1, or KV heads that do not divide the query heads.
+
     Example:
         >>> Heads.split(4096, 32, kv=8)
         Heads(width=4096, query=32, kv=8, dim=128, value_dim=128)
     """
 
-    width: int  # d_model
-    query: int  # query heads
-    kv: int  # key/value heads; fewer than query heads: grouped (GQA), one: multi-query (MQA)
-    dim: int  # width of one head; query * dim need not equal the model's width
-    value_dim: int = 0  # width of one head's values; the same as dim except in MLA
+    width: int
+    query: int
+    kv: int
+    dim: int
+    value_dim: int = 0
 
     def __post_init__(self) -> None:
         if not self.value_dim:

@@ -6,8 +6,9 @@ import re
 
 from .terminal import one_line
 
-# what Markdown, or GitHub's form of it, reads as more than a character: HTML, links, tables, mathematics, mentions
-SPECIAL = re.compile(r"[\\`*_{}\[\]<>&|#!~$@:]")
+# what Markdown, or GitHub's form of it, reads as more than a character: HTML, links, tables, mathematics, mentions; a
+# colon begins an emoji or continues an address only where no space follows
+SPECIAL = re.compile(r"[\\`*_{}\[\]<>&|#!~$@]|:(?=\S)")
 
 
 def escape(text: str) -> str:

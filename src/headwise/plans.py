@@ -31,6 +31,15 @@ LayerShape = tuple[str, int, int, int]  # kind, layer number, query heads, KV he
 class Plan:
     """The heads to remove from a model, and how they were chosen.
 
+    Args:
+        heads: the query heads to remove, by layer: {layer: [heads]}, or {(kind, layer): [heads]} for a model with
+            several kinds of attention.
+        layers: every attention layer of the model that the plan is for: (kind, layer, query heads, KV heads).
+        score: what ranked the heads.
+        budget: what `keep` counts: "heads", "parameters" or "cache".
+        keep: the share that is kept, or one share per kind of attention.
+        notes: what else to know about the choice.
+
     Example:
         >>> plan = Plan({0: [1]}, layers=(("self", 0, 4, 2), ("self", 1, 4, 2)))
         >>> print(plan)
@@ -39,11 +48,11 @@ class Plan:
                    1  ██ ██  4 of 4
     """
 
-    heads: dict[Any, list[int]]  # LayerKey -> query heads to remove
-    layers: tuple[LayerShape, ...]  # every attention layer of the model that the plan is for
+    heads: dict[Any, list[int]]
+    layers: tuple[LayerShape, ...]
     score: str = "by hand"
     budget: str = "heads"
-    keep: float | dict[str, float] | None = None  # the share to keep, or one per kind of attention
+    keep: float | dict[str, float] | None = None
     notes: tuple[str, ...] = field(default=())
 
     @property
@@ -128,6 +137,18 @@ class StreamLayer(NamedTuple):
 class StreamPlan:
     """The KV heads that stream: they keep the first and the most recent keys, the others keep all.
 
+    Args:
+        heads: the KV heads that stream, by layer: {layer: [heads]}, or {(kind, layer): [heads]} for a model with
+            several kinds of attention.
+        layers: every attention layer of the model that has a cache.
+        window: the most recent keys that a streaming head sees, the query's own included.
+        keep_first: the first keys of the sequence, which it sees as well.
+        score: what ranked the heads.
+        notes: what else to know about the choice.
+
+    Raises:
+        HeadwiseError: heads or layers that the model does not have, or a layer with a sliding window of its own.
+
     Example:
         >>> layers = (StreamLayer("self", 0, 4, 2, 256), StreamLayer("self", 1, 4, 2, 256))
         >>> plan = StreamPlan({0: [1]}, layers, window=64)
@@ -139,10 +160,10 @@ class StreamPlan:
         0.754150390625
     """
 
-    heads: dict[Any, list[int]]  # LayerKey -> KV heads that stream
-    layers: tuple[StreamLayer, ...]  # every attention layer of the model that has a cache
-    window: int  # the most recent keys that a streaming head sees, the query's own among them
-    keep_first: int = 4  # the first keys of the sequence, which it sees too
+    heads: dict[Any, list[int]]
+    layers: tuple[StreamLayer, ...]
+    window: int
+    keep_first: int = 4
     score: str = "by hand"
     notes: tuple[str, ...] = field(default=())
 

@@ -34,6 +34,36 @@ _KINDS: dict[str, tuple[str | None, ...]] = {
 class Shape:
     """Everything needed to build a stack, or to count its parameters without building it.
 
+    Args:
+        layers: blocks of the stack; of the encoder, in an encoder-decoder.
+        heads: how each layer divides its width.
+        ffn: width of the feed-forward layer.
+        vocab: number of tokens.
+        decoder_layers: blocks of an encoder-decoder's decoder, which have cross-attention.
+        activation: "relu", "gelu" (exact), "gelu_tanh" (GPT-2's approximation) or "swiglu".
+        norm: "layer" or "rms".
+        norm_eps: added to the variance.
+        pre_norm: a norm before each sublayer and once at the end; False: after each residual sum, as in 2017.
+        embedding_norm: a norm after the embeddings.
+        qkv_bias: biases of W_Q, W_K and W_V.
+        out_bias: a bias of W_O.
+        ffn_bias: biases of the feed-forward layer.
+        qk_norm: "rms" normalises each head of Q and K.
+        positions: "learned", "sinusoidal", "rotary" or None.
+        max_length: rows of learned positions that tokens can have.
+        position_offset: the first row in use; in RoBERTa one after the padding token's id.
+        rope: for "rotary", Hugging Face's rope_parameters.
+        token_types: number of token types (BERT's segments).
+        embedding_width: where it differs from the width (ELECTRA).
+        scale_embeddings: multiply embeddings by sqrt(width), as in 2017.
+        window: keys per query, its own included; a tuple has one per layer.
+        head: the output layer, "tied" to the embeddings or "own"; None for none.
+        pooler: BERT's dense layer over the first token.
+
+    Raises:
+        ShapeError: a size that is too small, or values that contradict each other.
+        UnsupportedError: a window in an encoder-decoder.
+
     Example:
         >>> small = headwise.Shape(layers=2, heads=headwise.Heads.split(32, 4), ffn=128, vocab=100, head="tied")
         >>> decoder = headwise.Decoder(small)
@@ -41,28 +71,28 @@ class Shape:
 
     layers: int
     heads: Heads
-    ffn: int  # width of the feed-forward layer
+    ffn: int
     vocab: int
-    decoder_layers: int = 0  # of an encoder-decoder; its decoder has cross-attention
-    activation: str = "gelu"  # "relu", "gelu" (exact), "gelu_tanh" (GPT-2's approximation), "swiglu"
-    norm: str = "layer"  # or "rms"
+    decoder_layers: int = 0
+    activation: str = "gelu"
+    norm: str = "layer"
     norm_eps: float = 1e-5
-    pre_norm: bool = True  # norm before each sublayer and once at the end; False: after each residual sum, as in 2017
+    pre_norm: bool = True
     embedding_norm: bool = False
     qkv_bias: bool = True
     out_bias: bool = True
     ffn_bias: bool = True
-    qk_norm: str | None = None  # "rms": over each head of Q and K
-    positions: str | None = "learned"  # or "sinusoidal", "rotary", None
-    max_length: int | None = None  # rows of learned positions that tokens can have
-    position_offset: int = 0  # RoBERTa: the first row in use, one after the padding token's id
-    rope: Mapping[str, Any] | Frozen = ()  # for "rotary": Hugging Face's rope_parameters
+    qk_norm: str | None = None
+    positions: str | None = "learned"
+    max_length: int | None = None
+    position_offset: int = 0
+    rope: Mapping[str, Any] | Frozen = ()
     token_types: int = 0
-    embedding_width: int | None = None  # where it differs from the width (ELECTRA)
-    scale_embeddings: bool = False  # by sqrt(width), as in 2017
-    window: int | tuple[int | None, ...] | None = None  # keys per query, its own included; a tuple: one per layer
-    head: str | None = None  # the output layer: "tied" to the embeddings, "own", or none
-    pooler: bool = False  # BERT's dense layer over the first token
+    embedding_width: int | None = None
+    scale_embeddings: bool = False
+    window: int | tuple[int | None, ...] | None = None
+    head: str | None = None
+    pooler: bool = False
 
     def __post_init__(self) -> None:
         for name, kinds in _KINDS.items():
@@ -248,6 +278,12 @@ PRESETS: dict[str, Preset] = {
 
 def shape(name: str) -> Shape:
     """A famous shape by its name, such as "bert-base" or "llama2-7b".
+
+    Args:
+        name: of the shape.
+
+    Returns:
+        The shape, from which `Encoder`, `Decoder` and `Transformer` build a model.
 
     Raises:
         UnsupportedError: for a name that is not known; the message lists those that are.

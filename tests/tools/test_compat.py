@@ -40,3 +40,21 @@ def test_page_shows_every_environment_and_no_failure():
     for row, environment in zip(rows, compat.ENVIRONMENTS, strict=True):
         assert row.startswith(f"| {environment.python} | {environment.torch} | {environment.transformers} |")
         assert " passed" in row and "failed" not in row and "error" not in row, row
+
+
+def test_every_python_that_the_project_claims_is_tested():
+    prefix = "Programming Language :: Python :: 3."
+    claimed = {line.removeprefix(prefix) for line in PROJECT["classifiers"] if line.startswith(prefix)}
+    assert claimed == {environment.python.removeprefix("3.") for environment in compat.ENVIRONMENTS}
+
+
+def test_interpreters_of_pyenv_come_before_its_shims(tmp_path, monkeypatch):
+    """A shim of a version that is not selected is on the path, and fails."""
+    shim, real = (tmp_path / folder / "python3.99" for folder in ("shims", ".pyenv/versions/3.99.1/bin"))
+    for path in (shim, real):
+        path.parent.mkdir(parents=True)
+        path.write_text("#!/bin/sh\n")
+        path.chmod(0o755)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("PATH", str(shim.parent))
+    assert compat.Environment("3.99", "2.13.0", "5.15.0").interpreter() == str(real)

@@ -143,7 +143,7 @@ def test_map_begins_with_a_word_to_follow(tab: Any, sentence: Path, inspected: A
     lead = shown.locator(".hw-lead.first")
     weight = inspected.matrix("3.1")[inspected.find("it"), inspected.find("animal")]
     assert lead.inner_text().startswith(f"it looks at animal with weight {weight:.2f} in head 3.1.")
-    lead.get_by_role("button", name="see how it comes about").click()
+    lead.get_by_role("button", name="see how it is computed").click()
     assert shown.get_by_role("tab", selected=True).inner_text() == "Steps"
     assert shown.locator(".hw-lead").inner_text().startswith("How it comes to look at animal with weight")
 

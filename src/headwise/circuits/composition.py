@@ -48,6 +48,15 @@ class Composition:
     later layer of the same stack, or one of the two is a head of zeros. 1 / sqrt(d) is the root mean square of the
     ratio when one of the two matrices is rotated at random, whatever its singular values.
 
+    Attributes:
+        model: its class.
+        heads: (kind, layer, head) of every head, in the order of the arrays.
+        widths: for each head, the width d of the residual stream that it writes into.
+        scores: "query", "key", "value" -> (earlier heads, later heads).
+        unevenness: of the same names, (heads,): how uneven a head's squared singular values are (those of QK for
+            "query" and "key", of OV for "value"), as sum of squares / square of sum - 1 / d.
+        notes: what to know about the numbers.
+
     Example:
         >>> composition = headwise.composition(model)
         >>> composition.strongest(10, "key")  # pairs of heads: the later one's keys read what the earlier one writes
@@ -55,10 +64,9 @@ class Composition:
 
     model: str
     heads: tuple[Head, ...]
-    widths: tuple[int, ...]  # of the stream that each head writes into: d
-    scores: dict[str, np.ndarray]  # component -> (earlier heads, later heads)
-    # how uneven a head's squared singular values are, sum of squares / square of sum - 1 / d: (heads,)
-    unevenness: dict[str, np.ndarray]  # of QK for "query" and "key", of OV for "value"
+    widths: tuple[int, ...]
+    scores: dict[str, np.ndarray]
+    unevenness: dict[str, np.ndarray]
     notes: tuple[str, ...] = ()
 
     @property

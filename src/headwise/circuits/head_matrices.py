@@ -24,8 +24,19 @@ class HeadMatrices:
     """What one head reads and writes, by its weights alone.
 
     A head that attends from token i to token j writes OV x_j into the stream of token i, and its score for the pair is
-    x_i^T QK x_j, before biases and before the layer's scale. What the factors include is said by `norm`, `rotation`
-    and `notes`.
+    x_i^T QK x_j, before biases and before the layer's scale.
+
+    Attributes:
+        kind: of attention, such as "self".
+        layer: the model's own number.
+        head: the query head.
+        kv_head: the KV head that it reads.
+        ov: (d, d) by factors (d, d_v) and (d_v, d): W_O^h and W_V^h.
+        qk: (d, d) by factors (d, d_k) and (d_k, d): W_Q^h transposed and W_K^h.
+        biases: those that exist of the head's "query", "key" and "value".
+        rotation: which rotation of queries and keys is in QK, in words.
+        norm: which norms are folded into the factors, in words.
+        notes: what else the layer does.
 
     Example:
         >>> head = headwise.head_matrices(model, 27, 3, tokenizer=tokenizer)
@@ -36,12 +47,12 @@ class HeadMatrices:
     layer: int
     head: int
     kv_head: int
-    ov: LowRank  # (d, d) by factors (d, d_v) and (d_v, d): W_O^h and W_V^h
-    qk: LowRank  # (d, d) by factors (d, d_k) and (d_k, d): W_Q^h transposed and W_K^h
-    biases: dict[str, Tensor]  # of the head's queries, keys and values: "query", "key", "value", those that exist
-    rotation: str  # which rotation of queries and keys is in QK, in words
-    norm: str  # which norms are folded into the factors, in words
-    notes: tuple[str, ...]  # what else the layer does
+    ov: LowRank
+    qk: LowRank
+    biases: dict[str, Tensor]
+    rotation: str
+    norm: str
+    notes: tuple[str, ...]
     _norm: Norm | None = field(repr=False)
     _vocabulary: Vocabulary | UnsupportedError = field(repr=False)
     _tokenizer: Any = field(repr=False, default=None)

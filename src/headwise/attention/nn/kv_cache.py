@@ -191,8 +191,12 @@ class KVCache:
 class StaticCache(KVCache):
     """A cache with memory for max_length keys, allocated once.
 
+    Args:
+        max_length: keys that fit; one more raises a `CacheError`.
+
     Example:
         >>> cache = headwise.StaticCache(max_length=2048)
+        >>> y = attention(prompt, causal=True, cache=cache)  # (B, T, d_model)
     """
 
     def __init__(self, max_length: int) -> None:
@@ -215,6 +219,9 @@ class StaticCache(KVCache):
 
 class SlidingCache(KVCache):
     """A cache of the last `window` keys, the newest one included, for layers with window=(window - 1, 0).
+
+    Args:
+        window: keys that a query sees, its own included.
 
     Example:
         >>> cache = headwise.SlidingCache(window=256)

@@ -175,6 +175,9 @@ _NEEDED = {
 class Alibi:
     """ALiBi: a bias of -slope * distance on the scores, one slope per head, in place of position embeddings.
 
+    Args:
+        slopes: one per head; those of the paper by default.
+
     Example:
         >>> headwise.MultiHeadAttention(512, 8, position=headwise.Alibi())
     """

@@ -29,6 +29,9 @@ def replace_attention(model: Model) -> Model:
     Subclasses of nn.MultiheadAttention have code of their own, quantised ones too. They stay as they are, and a warning
     names them.
 
+    Args:
+        model: is changed.
+
     Returns:
         The same model.
 
@@ -66,6 +69,9 @@ def replace_attention(model: Model) -> Model:
 
 def restore_attention(model: Model) -> Model:
     """Make every module that `replace_attention` replaced PyTorch's own again, in place.
+
+    Args:
+        model: is changed; one without such modules stays as it is.
 
     Returns:
         The same model.

@@ -160,6 +160,14 @@ class _Stack(nn.Module):
 class Encoder(_Stack):
     """A stack in which every token sees every other: BERT-like models, or the encoder of an encoder-decoder.
 
+    Args:
+        shape: sizes and variants of the stack; `from_shape` also takes the name of a famous one.
+        dropout: in embeddings, attention weights and sublayers, while training.
+        **factory: `device` and `dtype` of the parameters.
+
+    Raises:
+        UnsupportedError: the shape is a decoder's: it has an output layer or a sliding window.
+
     Example:
         >>> encoder = headwise.Encoder.from_pretrained("path/to/all-MiniLM-L6-v2")
         >>> encoder(ids, mask=attention_mask).shape  # (B, T, d)
@@ -276,6 +284,14 @@ class DecoderOptions(TypedDict, total=False):
 
 class Decoder(_Stack):
     """A causal stack: GPT-2, Llama and similar models, or the decoder of an encoder-decoder.
+
+    Args:
+        shape: sizes and variants of the stack; `from_shape` also takes the name of a famous one.
+        dropout: in embeddings, attention weights and sublayers, while training.
+        **factory: `device` and `dtype` of the parameters.
+
+    Raises:
+        UnsupportedError: the shape is an encoder's: it has a pooler.
 
     Example:
         >>> decoder = headwise.Decoder.from_pretrained("path/to/SmolLM2-135M")
@@ -437,6 +453,14 @@ class Decoder(_Stack):
 
 class Transformer(nn.Module):
     """The encoder-decoder of 2017, with one embedding table for source, target and output.
+
+    Args:
+        shape: sizes and variants of the stack; `from_shape` also takes the name of a famous one.
+        dropout: in embeddings, attention weights and sublayers, while training.
+        **factory: `device` and `dtype` of the parameters.
+
+    Raises:
+        UnsupportedError: the shape has no decoder_layers.
 
     Example:
         >>> model = headwise.Transformer.from_shape("transformer-base")

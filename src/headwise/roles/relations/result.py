@@ -90,7 +90,19 @@ class Relation:
 class Relations:
     """All relations of a corpus in one model, as `headwise.relations` gives them.
 
-    The same with shuffled gold links, which should find nothing, are in `shuffled`. It prints as a table.
+    It prints as a table.
+
+    Attributes:
+        model: its name.
+        causal: whether tokens see only earlier ones.
+        sentences: how many it was evaluated on.
+        level: of each interval, such that all of them hold together at 0.05.
+        rows: one per relation and direction.
+        shuffled: the same with shuffled gold links, which should find nothing.
+        heads: (kind, layer, head) of every head, in the order of `scores`.
+        scores: relation -> accuracy of every head on the half for evaluation, (heads,).
+        notes: what to know about the numbers.
+        record: the results link by link; not saved.
 
     Example:
         >>> relations = headwise.Relations.load("relations.json")
@@ -102,14 +114,14 @@ class Relations:
 
     model: str
     causal: bool
-    sentences: int  # evaluated on
-    level: float  # of each interval, so that all of them hold together at 0.05
+    sentences: int
+    level: float
     rows: tuple[Relation, ...]
     shuffled: tuple[Relation, ...]
     heads: tuple[Head, ...]
-    scores: dict[str, np.ndarray]  # relation -> accuracy of every head on the reporting half, (heads,)
+    scores: dict[str, np.ndarray]
     notes: tuple[str, ...] = ()
-    record: Any = field(default=None, repr=False, compare=False)  # results link by link; not saved
+    record: Any = field(default=None, repr=False, compare=False)
 
     def __getitem__(self, name: str) -> Relation:
         for row in self.rows:

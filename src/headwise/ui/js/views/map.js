@@ -129,7 +129,7 @@ export class MapView {
       ` with weight ${format(weight, 2)} in head ${run.label(follow.head)}. `,
       hasImage(run) ? link("see it on the image", "image") : link("see its links", "head"),
       " ",
-      link("see how it comes about", "steps"),
+      link("see how it is computed", "steps"),
     );
   }
 
@@ -186,7 +186,7 @@ export class MapView {
       hasImage(run)
         ? `Each square is one head: the patches of the image, by its weights from ${from}.`
         : "Each square is one head: a row for each token that looks, a column for each token looked at.",
-      `${more} is more, by the head's own largest weight${hasRootScale(run) ? " and the square root" : ""}.`,
+      `${more} means more weight, relative to the head's largest${hasRootScale(run) ? " (square root)" : ""}.`,
     ];
     return h("div", { class: "hw-card" }, h("h3", { text: "where it looks" }), h("p", { text: text.join(" ") }));
   }
