@@ -21,7 +21,7 @@ from ..roles.atlas.probes.subject import first_tokens
 from .objective import IGNORED
 
 LENGTH = 4096  # tokens of a piece
-PARTS = ("choose", "report")
+PARTS = CHOOSE, REPORT = "choose", "report"
 DEPTHS = (0.1, 0.5, 0.9)
 SHORTEST = 256  # tokens of a needle prompt: shorter ones have little text around the needle
 
@@ -99,7 +99,7 @@ def stream_texts(
         >>> print(texts)
         the bundled novel (Jane Austen, Persuasion): 7 pieces of 4,096 tokens; 9 needle prompts of up to 1,024, ...
         >>> needs = [headwise.context_need(model, batches) for batches in (texts.text_batches, texts.needle_batches)]
-        >>> plan = headwise.stream_plan(needs, window=256)  # heads that either of them needs stream last
+        >>> plan = headwise.stream_plan(needs, window=256)  # by both together
         >>> others = stream_texts(tokenizer, 4096, part="report")
     """
     _check(length, part, needles, limit)

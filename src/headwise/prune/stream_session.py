@@ -24,7 +24,7 @@ from .other_levers import Int8, card_levers, int8_problem, measure_int8
 from .output_directory import STREAM_PLAN, check_output, make_parent
 from .pieces import Pieces, pieces_folder
 from .session import Progress
-from .stream_corpus import StreamTexts, stream_texts
+from .stream_corpus import CHOOSE, DEPTHS, PARTS, StreamTexts, stream_texts
 from .stream_plan import stream_plan
 from .stream_quality import answers, random_plan, text_loss, whole_plan
 from .stream_report import (
@@ -39,6 +39,7 @@ from .stream_report import (
 )
 
 NEEDLE_SHARE = 4  # needle prompts have the length of the pieces divided by this
+CHOOSING_DEPTHS = (0.1, 0.3, 0.5)  # a needle near the end is inside the window, and tells nothing about heads
 LEAST_NEEDLE_LENGTH = 256  # tokens; needles are not measured where they would be shorter
 INT8_PIECES = 2  # of the reporting texts, for the loss with int8 weights
 
@@ -74,7 +75,7 @@ def stream_and_measure(
         raise UnsupportedError(f"{type(model).__name__} predicts no next token, so that none of its heads streams")
     make_parent(out)
     length = min(options.length, max_positions(model) or options.length)
-    choosing, reporting = (_texts(tokenizer, length, options, texts, part) for part in ("choose", "report"))
+    choosing, reporting = (_texts(tokenizer, length, options, texts, part) for part in PARTS)
     run = _Run(model, options, out, length, progress)
     plan = run.choose(choosing)
     losses, needles = run.losses(plan, reporting), run.needles(plan, reporting)
@@ -111,7 +112,10 @@ def _texts(tokenizer: Any, length: int, options: StreamOptions, texts: Sequence[
     """One part of the texts; without needles where the pieces are too short or the tokenizer is not one of English."""
     size = _needle_length(length)
     count = options.needles if size else 0
-    cut = partial(stream_texts, tokenizer, length, texts=texts, part=part, limit=options.limit, seed=options.seed)
+    depths = CHOOSING_DEPTHS if part == CHOOSE else DEPTHS
+    cut = partial(
+        stream_texts, tokenizer, length, texts=texts, part=part, depths=depths, limit=options.limit, seed=options.seed
+    )
     try:
         return cut(needles=count, lengths=[size])
     except UnsupportedError:
@@ -132,7 +136,7 @@ class _Run:
         self.pieces = Pieces(pieces_folder(out), {"model": fingerprint(model)})
 
     def choose(self, texts: StreamTexts) -> StreamPlan:
-        """The plan: a head streams early only if it needs little of the texts and of the needle prompts."""
+        """The plan: a head streams early if it needs little of the texts and of the needle prompts together."""
         options, done, total = self.options, 0, len(texts.batches)
         needs = []
         # of a text the change of the output says as much as that of the loss; needle prompts are short enough for a
