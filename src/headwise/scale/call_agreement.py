@@ -20,6 +20,7 @@ from .agreement import (
     plain_numbers,
     short_digest,
 )
+from .parallel_linear import local_tensor
 from .ranks import Ranks
 
 SHAPES = "shapes"  # a weaker check: of everything but floating-point values
@@ -36,6 +37,8 @@ class CallAgreement:
 
     def __init__(self, ranks: Ranks, module: nn.Module, checked: bool | str) -> None:
         self.ranks, self.checked = ranks, checked
+        self.defers_errors = False  # whether another hook raises the error of an agreement, for ranks of other groups
+        self.error: Exception | None = None  # such an error
         self.activity = f"the call of {type(module).__name__}"
         self.dropouts = [part for part in module.modules() if isinstance(part, nn.Dropout | MultiHeadAttention)]
         module.register_forward_pre_hook(self.agree_on_inputs, with_kwargs=True)
@@ -54,7 +57,13 @@ class CallAgreement:
             collective_operators.agree(tensors, numbers, self.ranks.key, activity, text, compare_values, random)
             return
         values = {} if self.checked == SHAPES else floating_tensors(list(args)) | floating_tensors(kwargs)
-        self.ranks.agree(activity, text, values=values)
+        self.error = None
+        try:
+            self.ranks.agree(activity, text, values=values)
+        except Exception as error:
+            if not self.defers_errors:
+                raise
+            self.error = error
 
     def report_failure(self, module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
         """Tell the other ranks where the call failed on this one."""
@@ -81,6 +90,12 @@ class CallAgreement:
         return [_dropout_rate(part) if part.training else 0.0 for part in self.dropouts]
 
 
+def agreement_of(module: nn.Module) -> CallAgreement | None:
+    """The agreement about a module's calls that `split_heads` added to it."""
+    owners = (getattr(hook, "__self__", None) for hook in module._forward_pre_hooks.values())
+    return next((owner for owner in owners if isinstance(owner, CallAgreement)), None)
+
+
 def _dropout_rate(part: Any) -> float:
     return float(part.p if isinstance(part, nn.Dropout) else part.dropout)
 
@@ -92,11 +107,12 @@ def _abbreviate(numbers: list[Any]) -> str:
 
 
 def describe_module(module: nn.Module) -> str:
-    """A module's class and size, with a digest of its parameters' names, shapes and sums."""
+    """A module's class and size, with a digest of its parameters' names and shapes, and of the sums of what is here."""
     digest = hashlib.sha256()
     count = 0
     for name, x in module.named_parameters():
-        total = 0.0 if x.is_meta else float(x.detach().double().sum())
+        local = local_tensor(x.detach())
+        total = 0.0 if x.is_meta else float(local.double().sum())
         digest.update(f"{name} {tuple(x.shape)} {x.dtype} {total!r}".encode())
         count += x.numel()
     return f"a {type(module).__name__} of {count:,} parameters, digest {digest.hexdigest()[:12]}"

@@ -213,6 +213,8 @@ def split_heads(
         )
     if any(isinstance(part, SplitAttention) for part in attentions):
         raise UnsupportedError("this module is split over ranks already")
+    if any(part.is_split for part in attentions):
+        raise UnsupportedError("the sequence of this module is split already; call split_heads before split_sequence")
 
     def describe() -> str:
         if sequence_parallel:

@@ -11,6 +11,7 @@ from . import (  # noqa: F401
     composition,
     context_parallel,
     data_parallel,
+    heads_and_sequence,
     recorder,
     tensor_parallel,
     training,
