@@ -12,6 +12,7 @@ from . import (  # noqa: F401
     context_parallel,
     data_parallel,
     heads_and_sequence,
+    kept_rows,
     recorder,
     tensor_parallel,
     training,
