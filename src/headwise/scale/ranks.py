@@ -42,7 +42,8 @@ OUT_OF_STEP = "the ranks are no longer in step, start all of them again"
 
 ranks_by_key: dict[str, Ranks] = {}  # for operators in compiled graphs, which take numbers and text only
 agreement_counts: Counter[str] = Counter()  # agreements so far by group name: the same number on every rank
-lost_machines: list[str] = []  # messages about machines that are cut off from this one
+lost_machines: list[str] = []  # messages about machines that are cut off
+machine_checks: list[Callable[[], None]] = []  # wait until it is known whether a machine that is silent is cut off
 # every rank's number in agreements of simulated ranks, where it is not this rank's own
 simulated_numbers: ContextVar[Sequence[int] | None] = ContextVar("headwise_simulated_numbers", default=None)
 
@@ -230,8 +231,10 @@ class Ranks:
         except (RuntimeError, dist.DistError) as error:
             self.close_connections()  # ranks that wait for this one would wait until their timeout
             reason = " ".join(str(error).split())
+            for check_machines in machine_checks:
+                check_machines()
             if lost_machines:
-                raise RankError(f"not all ranks came to {activity}; {lost_machines[0]}") from error
+                raise RankError(f"{lost_machines[0]}; not all ranks came to {activity}") from error
             closed = "closed" in reason or "closure" in reason
             wait_note = "" if closed else f" within {self.timeout:g} s"
             try:
@@ -240,8 +243,8 @@ class Ranks:
                     raise RankError(f"{failure}; {OUT_OF_STEP}") from error
                 end_note = ask_store(lambda store: self._absence(store, activity))
             except TimeoutError:
-                address = os.environ.get("MASTER_ADDR", "its address is not known")
-                end_note = f"; the machine of rank 0 ({address}) cannot be reached: it is down or cut off"
+                message = describe_cut(int(os.environ.get("GROUP_RANK", "0")))
+                raise RankError(f"{message}; not all ranks came to {activity}{wait_note} ({reason[:200]})") from error
             end_note = end_note or ("; one of them has ended" if closed else "")
             raise RankError(f"not all ranks came to {activity}{wait_note}{end_note} ({reason[:200]})") from error
 
@@ -375,6 +378,18 @@ def ask_store(question: Callable[[Any], str], seconds: float = STORE_WAIT) -> st
     return answers[0]
 
 
+def describe_cut(machine: int) -> str:
+    """That a machine and the first one, which holds the store, do not reach each other: the same words on both."""
+    address = os.environ.get("MASTER_ADDR", "its address is not known")
+    if not machine:
+        return f"the machine of rank 0 ({address}) cannot be reached: it is down or cut off"
+    count = os.environ.get("GROUP_WORLD_SIZE", "several")
+    return (
+        f"machines 0 ({address}) and {machine} of {count} do not reach each other: one of them is down, or the link "
+        "between them is cut"
+    )
+
+
 def report_lost_machine(message: str) -> None:
     """Say on this rank, which is about to get an error of the transport, that a machine is cut off."""
     lost_machines.append(message)
@@ -429,7 +444,7 @@ def ranks_with_key(key: str) -> Ranks:
 
 def forget_groups() -> None:
     """Before the process groups are destroyed: drop what is known of them, and with it what refers to them."""
-    for known in (agreement_counts, ranks_by_key, lost_machines, _world, _slices):
+    for known in (agreement_counts, ranks_by_key, lost_machines, machine_checks, _world, _slices):
         known.clear()
 
 
