@@ -55,7 +55,7 @@ class CallAgreement:
 
     def agree_on_inputs(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Agree about the arguments, and about which weights need not be fetched."""
-        keeps_rows = self.rows.possible
+        self.error, keeps_rows = None, self.rows.possible
         if torch.is_grad_enabled():
             self.rows.drop()
         if not (self.checked or keeps_rows):
@@ -71,7 +71,6 @@ class CallAgreement:
             return
         compared = self.checked and self.checked != SHAPES
         values = floating_tensors(list(args)) | floating_tensors(kwargs) if compared else {}
-        self.error = None
         try:
             states = self.ranks.agree(activity, text, values=values, number=self.rows.state() if keeps_rows else 0)
         except Exception as error:
