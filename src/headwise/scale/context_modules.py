@@ -34,6 +34,7 @@ from .class_replacement import check_replaceable, replace_class
 from .context_parallel import ContextParallelOptions, attend_split, check_and_describe, context_parallel_head_stats
 from .head_gather import gather_stats
 from .parallel_linear import local_tensor
+from .partitions import HeadPartition
 from .ranks import Ranks, ranks_of
 from .sequence_agreement import describe_call, describe_mode, shared_values
 from .sequence_shards import DIMENSION, positions_of_counts
@@ -202,6 +203,11 @@ class SplitHeadsAndSequenceAttention(SplitSequenceAttention, SplitAttention):  #
     @property
     def whole_heads(self) -> Heads:
         return self.plan.heads
+
+    @property
+    def output_partition(self) -> HeadPartition:
+        """How to get at the inputs of W_O of all heads, for the tokens of this rank."""
+        return HeadPartition(self.plan, self.ranks)
 
     def stats(self, query: Tensor, key: Tensor | None = None, value: Tensor | None = None, **options: Any) -> HeadStats:
         """Statistics of all heads over the whole sequence, on every rank."""

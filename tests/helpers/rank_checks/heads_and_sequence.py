@@ -9,6 +9,7 @@ import copy
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -241,6 +242,27 @@ def watch_sees_all_heads_and_tokens_of_a_grid(ranks: Ranks, folder: Path) -> Non
         for statistic in b.stats:
             torch.testing.assert_close(a.stats[statistic], b.stats[statistic], msg=statistic)
     assert_error(lambda: headwise.prune_heads(split, {0: [1]}), "has some tokens on each rank")
+    masked = {0: [1, 4], 1: [3]}
+    with torch.no_grad(), headwise.mask_heads(whole, masked), headwise.mask_heads(split, masked):
+        got_logits = split(shard_sequence(ids, 1, mesh=mesh))
+        torch.testing.assert_close(gather_sequence(got_logits, 1, mesh=mesh), whole(ids), **EXACT)
+
+
+@check
+def the_recorder_counts_every_head_and_token_of_a_grid_once(ranks: Ranks, folder: Path) -> None:
+    mesh = new_grid(ranks)
+    whole = Decoder(DECODERS["indivisible"]).double()
+    split, ids = split_both(whole, mesh), torch.randint(41, (2, 27))
+    with headwise.watch(whole) as want:
+        whole(ids)
+    optimizer = torch.optim.SGD(split.parameters(), 0.0)
+    with headwise.Recorder(split, every=1, path=folder / "grid.jsonl") as recorder:
+        split(shard_sequence(ids, 1, mesh=mesh)).square().sum().backward()
+        optimizer.step()
+    assert recorder.entry is not None
+    for layer in want.layers:
+        for name in ("entropy", "max_logit", "confidence"):
+            np.testing.assert_allclose(recorder.entry.values[layer.key][name], layer.stats[name], err_msg=name)
 
 
 @check
