@@ -69,9 +69,8 @@ def test_three_ranks_clip_gradients_of_heads_that_do_not_divide(tmp_path: Path) 
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["fsdp_over_data_and_sequence", "replicated_shards_around_split_heads"])
-def test_eight_ranks_train_on_meshes_of_three_dimensions(name: str, tmp_path: Path) -> None:
-    results = run_checks(8, tmp_path, ONLY=name)
+def test_eight_ranks_split_data_sequence_and_heads(tmp_path: Path) -> None:
+    results = run_checks(8, tmp_path, ONLY="fsdp_over_data_and_sequence")
     assert len(results) == 1 and not any(results.values()), results
 
 

@@ -248,8 +248,7 @@ def parameters_of_foreign_classes_stay_plain_and_are_clipped_with_the_others(ran
 def replicated_shards_around_split_heads_train_as_one_process(ranks: Ranks, folder: Path) -> None:
     """HSDP: FSDP2 on two dimensions, of which the first has copies of the shards."""
     half = ranks.count // 2
-    meshes = [(2, 2, 2)] * 3 if ranks.count == 8 else [(half, 1, 2), (1, half, 2), (half, 2, 1)]
-    for sizes, (name, heads) in zip(meshes, COUNTS.items(), strict=True):
+    for sizes, (name, heads) in zip(((half, 1, 2), (1, half, 2), (half, 2, 1)), COUNTS.items(), strict=True):
         mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("copies", "shards", "tp"))
         whole = new_decoder(heads)
         model = split_heads(copy.deepcopy(whole), mesh)
