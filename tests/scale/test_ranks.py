@@ -68,6 +68,12 @@ def test_three_ranks_clip_gradients_of_heads_that_do_not_divide(tmp_path: Path) 
     assert len(results) == 2 and not any(results.values()), results
 
 
+@pytest.mark.full
+def test_eight_ranks_split_data_sequence_and_heads(tmp_path: Path) -> None:
+    results = run_checks(8, tmp_path, ONLY="fsdp_over_data_and_sequence")
+    assert len(results) == 1 and not any(results.values()), results
+
+
 @pytest.mark.parametrize("name", saved_modules())
 def test_one_process_reads_a_checkpoint_of_four_ranks(name: str, folder: Path, four_ranks: dict[str, str]) -> None:
     whole, empty = saved_modules()[name], saved_modules()[name]

@@ -30,7 +30,7 @@ class AttentionCall:
     sinks: Tensor | None = None  # (Hq,) extra logits in the softmax's denominator
     gates: Tensor | None = None  # (Hq,) or (B, Hq), multiply each head's output
     dropout: float = 0.0
-    seed: int | None = None  # of our own generator of dropout; None: PyTorch draws
+    seed: Any = None  # of our own generator of dropout: an int, in a compiled graph a tensor; None: PyTorch draws
     origin: tuple[int, int] = (0, 0)  # the sequence and the query head that a part of a call begins with
 
     @property

@@ -20,6 +20,7 @@ from .backends.protocol import NO_EXTRA, Backend, ExtraOutputs, Outputs, Stronge
 from .backends.row_sums import RowSums
 from .backends.triton import launch
 from .call import AttentionCall, StatsRequest
+from .dropout import recorded_seeds
 from .stats import HeadStats
 from .torch_modes import (
     in_forward_mode,
@@ -80,6 +81,8 @@ def draw_seed(q: Tensor, call: AttentionCall) -> AttentionCall:
     """The call with a seed for dropout from PyTorch's generator, where our own generator serves it."""
     if not call.dropout or call.seed is not None:
         return call
+    if recorded_seeds and torch.compiler.is_compiling():
+        return replace(call, seed=recorded_seeds[-1])
     if not call.visibility.readable and why_not_one_pass(q, call) is not None:
         return call
     return replace(call, seed=int(torch.empty((), dtype=torch.int64, device="cpu").random_()))

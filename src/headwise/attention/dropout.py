@@ -29,6 +29,9 @@ MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
 KEY_STEPS = 0x9E3779B9, 0xBB67AE85
 WORD = 0xFFFFFFFF
 
+# seeds of calls that a compiler records, each a tensor: where processes split heads, each has one of its own
+recorded_seeds: list[Any] = []
+
 Integers = TypeVar("Integers", bound=Any)  # an int64 array of NumPy, or a tensor
 Array = np.ndarray[Any, Any]
 
@@ -44,9 +47,12 @@ def factor(rate: float) -> float:
 
 
 def random_halves(
-    seed: int, sequences: Integers, heads: Integers, rows: Integers, counters: Integers
+    seed: Any, sequences: Integers, heads: Integers, rows: Integers, counters: Integers
 ) -> list[Integers]:
-    """The eight 16-bit numbers of each counter. The int64 arguments broadcast; products wrap around, as intended."""
+    """The eight 16-bit numbers of each counter. The int64 arguments broadcast; products wrap around, as intended.
+
+    seed: an int, or a tensor () of int64 in a compiled graph.
+    """
     key = [seed & WORD, seed >> 32 & WORD]
     words = [counters, rows, heads, sequences]
     for _ in range(ROUNDS):

@@ -88,7 +88,8 @@ class PassTracker:
         Where processes split the heads, the function gets those of all of them, and each goes on with its own.
         """
         module, linear = site.module, w_o(self.model, site)[1]
-        partition = head_partition(self.model, site)
+        # of a module whose tokens are split too, statistics are of all heads, and its W_O has some of them
+        partition = getattr(module, "output_partition", None) or head_partition(self.model, site)
 
         def hook(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
             self.was_called = True

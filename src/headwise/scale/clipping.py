@@ -49,7 +49,7 @@ def clip_grad_norm_(
         raise UnsupportedError(f"scale.clip_grad_norm_ takes the split module, got a {type(module).__name__}")
     if not (norm_type > 0 and max_norm >= 0):
         raise HeadwiseError(f"max_norm must be at least 0 and norm_type above 0, got {max_norm!r} and {norm_type!r}")
-    groups = (getattr(part, "ranks", None) for part in module.modules())
+    groups = (getattr(part, name, None) for name in ("ranks", "token_ranks") for part in module.modules())
     mesh = next((group.mesh for group in groups if isinstance(group, Ranks)), None)
     ranks = ranks_of(mesh, timeout)
     gradients = {name: x.grad for name, x in module.named_parameters() if x.grad is not None}

@@ -1,35 +1,43 @@
 """Context parallel modules: attention, blocks and stacks over a sequence whose tokens are split over ranks.
 
 Every rank holds all weights and some tokens; only attention communicates. A rank's tokens give a part of the weights'
-gradients, which `sum_gradients` adds up over the ranks.
+gradients, which `sum_gradients` adds up over the ranks. Where `split_heads` has split the module before, the ranks are
+a grid: those of one row have the same tokens and each some heads, those of one column the same heads and each some
+tokens.
 """
 
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar, Token
 from typing import Any, Unpack
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..attention.nn.module import OPTIONS, ModuleOptions, MultiHeadAttention, join_heads
-from ..attention.nn.positions import Alibi, Rotary
+from ..attention.nn.module import OPTIONS, ModuleOptions, MultiHeadAttention, Projected, join_heads
+from ..attention.nn.positions import Rotary
 from ..attention.nn.stack import Decoder, Encoder, Transformer
 from ..attention.options import check_options
 from ..attention.stats import HeadStats
 from ..attention.validation import shown
-from ..errors import ShapeError, UnsupportedError
+from ..errors import RankError, ShapeError, UnsupportedError
+from ..heads import Heads
 from . import context_operators
 from .agreement import describe_arguments
-from .call_agreement import describe_module
+from .call_agreement import agreement_of, describe_module
 from .class_replacement import check_replaceable, replace_class
 from .context_parallel import ContextParallelOptions, attend_split, check_and_describe, context_parallel_head_stats
+from .head_gather import gather_stats
+from .parallel_linear import local_tensor
+from .partitions import HeadPartition
 from .ranks import Ranks, ranks_of
 from .sequence_agreement import describe_call, describe_mode, shared_values
-from .sequence_shards import positions_of_counts
+from .sequence_shards import DIMENSION, positions_of_counts
 from .tensor_parallel import SplitAttention
 from .traffic import uncounted
 
@@ -49,14 +57,20 @@ class SplitSequenceAttention(MultiHeadAttention):
     timeout: float | None
 
     @property
-    def ranks(self) -> Ranks:
+    def token_ranks(self) -> Ranks:
         """Those that have the tokens."""
-        return ranks_of(self.mesh, self.timeout)
+        return ranks_of(self.mesh, self.timeout, DIMENSION)
+
+    @property
+    def rank_groups(self) -> list[Ranks]:
+        """All groups of ranks that make the same calls of this module."""
+        return [self.token_ranks]
 
     def real_tokens(self, query: Tensor, lengths: Tensor) -> Tensor:
         """(B, tokens here) bool: which of this rank's tokens lie within the lengths (B,) of the whole sequences."""
-        counts = _agreed_counts.get() or self.ranks.agree("the lengths of sequences", "here", number=query.shape[1])
-        return positions_of_counts(counts, self.ranks.rank, self.zigzag).to(lengths.device) < lengths[:, None]
+        ranks = self.token_ranks
+        counts = _agreed_counts.get() or ranks.agree("the lengths of sequences", "here", number=query.shape[1])
+        return positions_of_counts(counts, ranks.rank, self.zigzag).to(lengths.device) < lengths[:, None]
 
     def forward(
         self,
@@ -70,13 +84,13 @@ class SplitSequenceAttention(MultiHeadAttention):
         """query (B, tokens here, d_model) -> the same shape. lengths (B,) are of the whole sequences."""
         if torch.compiler.is_compiling():
             return self._forward_compiled(query, key, value, {**options, "need_weights": need_weights})
-        ranks = ranks_of(self.mesh, self.timeout)
+        ranks = self.token_ranks
         with ranks.share_failures("the attention of a split sequence"):
             counts = self._agree(ranks, query, key, value, {**options, "need_weights": need_weights})
-            q, k, v = self._project_local(query, options, self._positions(ranks, counts, query, options))
-            call_options = self._call_options(query, options)
-            check_and_describe(q, k, v, call_options)
-            return self.W_O(join_heads(attend_split(q, k, v, ranks, counts, call_options)))
+            local = self._project_local(query, options, self._positions(ranks, counts, query, options))
+            call_options = self._call_options(local, options)
+            check_and_describe(local.q, local.k, local.v, call_options)
+            return self.W_O(join_heads(attend_split(local.q, local.k, local.v, ranks, counts, call_options)))
 
     def stats(
         self,
@@ -90,13 +104,13 @@ class SplitSequenceAttention(MultiHeadAttention):
         **options: Unpack[ModuleOptions],
     ) -> HeadStats:
         """Statistics of the whole sequence, on every rank; queries and classes are of this rank's tokens."""
-        ranks = ranks_of(self.mesh, self.timeout)
+        ranks = self.token_ranks
         with torch.no_grad():
             counts = self._agree(ranks, query, key, value, {**options, "received": received})
-            q, k, v = self._project_local(query, options, self._positions(ranks, counts, query, options))
+            local = self._project_local(query, options, self._positions(ranks, counts, query, options))
             return context_parallel_head_stats(
-                q, k, v, queries=queries, classes=classes, mesh=self.mesh, timeout=self.timeout,
-                **self._call_options(query, options),
+                local.q, local.k, local.v, queries=queries, classes=classes, mesh=self.mesh, timeout=self.timeout,
+                **self._call_options(local, options),
             )[1]  # fmt: skip
 
     def weights(self, query: Tensor, key: Tensor | None = None, **options: Any) -> Tensor:
@@ -144,9 +158,9 @@ class SplitSequenceAttention(MultiHeadAttention):
             counts, positions = _agree_compiled(
                 self, "the tokens of a split sequence", query, options | values, self.mesh, self.timeout, self.zigzag
             )
-        q, k, v = self._project_local(query, options, positions)
-        call_options = self._call_options(query, options)
-        out = context_operators.attend(q, k, v, call_options, self.mesh, self.timeout, counts)
+        local = self._project_local(query, options, positions)
+        call_options = self._call_options(local, options)
+        out = context_operators.attend(local.q, local.k, local.v, call_options, self.mesh, self.timeout, counts)
         return self.W_O(join_heads(out))
 
     def _positions(
@@ -157,29 +171,50 @@ class SplitSequenceAttention(MultiHeadAttention):
             return positions_of_counts(counts, ranks.rank, self.zigzag).to(query.device)
         return None
 
-    def _project_local(
-        self, query: Tensor, options: Mapping[str, Any], positions: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def _project_local(self, query: Tensor, options: Mapping[str, Any], positions: Tensor | None) -> Projected:
         """q, k and v of this rank's tokens, at these positions unless the caller gave others."""
         caller_positions = options.get("positions")
-        projected = self.project(query, positions=positions if caller_positions is None else caller_positions)
-        return projected.q, projected.k, projected.v
+        positions = positions if caller_positions is None else caller_positions
+        return self.project(query, positions=positions, gates=options.get("gates"))
 
-    def _call_options(self, query: Tensor, options: Mapping[str, Any]) -> ContextParallelOptions:
+    def _call_options(self, local: Projected, options: Mapping[str, Any]) -> ContextParallelOptions:
         """The options of one call, and this module's own."""
-        slopes = None
-        if isinstance(self.position, Alibi):
-            slopes = torch.tensor(self.position.for_heads(self.heads.query), device=query.device)
         return {
             "causal": options.get("causal", False),
             "window": options.get("window"),
             "lengths": options.get("lengths"),
-            "gates": options.get("gates"),
+            "gates": local.options.get("gates"),
             "softcap": self.softcap,
-            "sinks": self.sinks,
-            "slopes": slopes,
+            "sinks": local.options.get("sinks"),
+            "slopes": local.slopes,
             "zigzag": self.zigzag,
         }
+
+
+class SplitHeadsAndSequenceAttention(SplitSequenceAttention, SplitAttention):  # type: ignore[misc]  # two forwards
+    """Self-attention of which this rank computes some heads (`ranks`) for some tokens (`token_ranks`)."""
+
+    partition: Any = None  # statistics of all heads come from `stats`, as those of all tokens do
+
+    @property
+    def rank_groups(self) -> list[Ranks]:
+        return [self.ranks, self.token_ranks]
+
+    @property
+    def whole_heads(self) -> Heads:
+        return self.plan.heads
+
+    @property
+    def output_partition(self) -> HeadPartition:
+        """How to get at the inputs of W_O of all heads, for the tokens of this rank."""
+        return HeadPartition(self.plan, self.ranks)
+
+    def stats(self, query: Tensor, key: Tensor | None = None, value: Tensor | None = None, **options: Any) -> HeadStats:
+        """Statistics of all heads over the whole sequence, on every rank."""
+        return gather_stats(super().stats(query, key, value, **options), self.plan, self.ranks)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, some tokens on each of {self.token_ranks.count} ranks"
 
 
 def split_sequence(
@@ -191,8 +226,10 @@ def split_sequence(
 
     Args:
         module: MultiHeadAttention, TransformerBlock, Encoder or Decoder, with the same weights on all ranks. A stack
-            then uses the positions of the whole sequence.
-        mesh: of the ranks; all by default.
+            then uses the positions of the whole sequence. Its heads may be split already, by `split_heads` over another
+            dimension of the same mesh: each rank then computes its heads for its tokens.
+        mesh: of the ranks; all by default. A mesh of one dimension, as mesh["cp"] of a larger one, or one with a
+            dimension named "cp".
         zigzag: how `shard_sequence` splits the tokens, for all layers and whether they are causal or not.
         timeout: seconds that a rank waits for the others, in forward and in backward; that of their group by default.
 
@@ -203,30 +240,51 @@ def split_sequence(
         >>> model = headwise.scale.split_sequence(headwise.Decoder(shape))
         >>> logits = model(headwise.scale.shard_sequence(ids, 1))  # of this rank's tokens
     """
-    ranks = ranks_of(mesh, timeout)
+    ranks = ranks_of(mesh, timeout, DIMENSION)
     attentions = [part for part in module.modules() if isinstance(part, MultiHeadAttention)]
-    if not attentions or isinstance(module, Transformer) or any(isinstance(x, SplitAttention) for x in attentions):
+    if not attentions or isinstance(module, Transformer):
         raise UnsupportedError(f"{type(module).__name__} has no self-attention whose sequence can be split")
+    if any(isinstance(x, SplitSequenceAttention) for x in attentions):
+        raise UnsupportedError("the sequence of this module is split over ranks already")
+    head_ranks = attentions[0].ranks if isinstance(attentions[0], SplitAttention) else None
+    cls = SplitSequenceAttention if head_ranks is None else SplitHeadsAndSequenceAttention
 
     def check_and_describe() -> str:
         for attention in attentions:
-            check_replaceable(attention, SplitSequenceAttention)
-        return describe_module(module)
+            check_replaceable(attention, cls)
+        return describe_module(module) + ("" if head_ranks is None else _describe_grid(head_ranks, ranks))
 
     ranks.agree("the module whose sequence is split", check_and_describe)
     for attention in attentions:
-        replace_class(attention, SplitSequenceAttention, zigzag=zigzag, mesh=mesh, timeout=timeout)
-    if not isinstance(module, MultiHeadAttention):
-        _SequenceAgreement(module, mesh, timeout, zigzag)
+        replace_class(attention, cls, zigzag=zigzag, mesh=mesh and ranks.mesh, timeout=timeout)
+    if head_ranks is not None or not isinstance(module, MultiHeadAttention):
+        _SequenceAgreement(module, mesh and ranks.mesh, timeout, zigzag)
     return module
 
 
+def _describe_grid(head_ranks: Ranks, token_ranks: Ranks) -> str:
+    """Which heads a rank has, as text that must be the same on all ranks with tokens of one sequence."""
+    groups = [set(dist.get_process_group_ranks(ranks.group)) for ranks in (head_ranks, token_ranks) if ranks.count > 1]
+    if len(groups) == 2 and len(set.intersection(*groups)) > 1:
+        raise UnsupportedError(
+            "ranks that split the heads of a module have the same tokens, so they cannot split its sequence too; give "
+            'split_heads and split_sequence two dimensions of one mesh, as mesh["tp"] and mesh["cp"]'
+        )
+    return f", heads of rank {head_ranks.rank} of {head_ranks.count}"
+
+
 class _SequenceAgreement:
-    """Forward hooks of a block or a stack: one agreement about a call, which its layers need not repeat."""
+    """Forward hooks of a block or a stack: one agreement about a call, which its layers need not repeat.
+
+    Where heads are split too, the ranks with the same tokens agree first, and this agreement passes on their error.
+    """
 
     def __init__(self, module: nn.Module, mesh: DeviceMesh | None, timeout: float | None, zigzag: bool) -> None:
         self.mesh, self.timeout, self.zigzag = mesh, timeout, zigzag
         self.tokens: list[Token[Sequence[int] | None]] = []  # of calls under way
+        self.heads = agreement_of(module)
+        if self.heads is not None:
+            self.heads.defers_errors = True
         module.register_forward_pre_hook(self.agree, with_kwargs=True)
         module.register_forward_hook(self.end, always_call=True)
 
@@ -236,9 +294,15 @@ class _SequenceAgreement:
         ranks = ranks_of(self.mesh, self.timeout)
         x = args[0] if args else next(iter(kwargs.values()), None)
         count = x.shape[1] if isinstance(x, Tensor) and x.dim() > 1 else 0
+
+        def describe() -> str:
+            if self.heads is not None and self.heads.error is not None:
+                raise self.heads.error
+            return describe_call(module, list(args), kwargs, count, self.zigzag)
+
         counts = ranks.agree(
             f"the call of {type(module).__name__}",
-            lambda: describe_call(module, list(args), kwargs, count, self.zigzag),
+            describe,
             values=shared_values(kwargs, count),
             number=count,
         )
@@ -268,6 +332,18 @@ class _SequenceAgreement:
             return
         if self.tokens:  # none where the agreement itself failed
             _agreed_counts.reset(self.tokens.pop())
+        error = sys.exc_info()[1]
+        if result is None and isinstance(error, Exception):
+            self.report(f"the call of {type(module).__name__}", error)
+
+    def report(self, activity: str, error: Exception) -> None:
+        """Tell the other ranks where the call failed on this one, or on another one of the same tokens or heads."""
+        ranks = ranks_of(self.mesh, self.timeout)
+        if not isinstance(error, RankError):
+            ranks.report_failure(activity, error)
+        elif self.heads is not None:
+            for group in (self.heads.ranks, ranks):
+                group.pass_on_failure(error)
 
 
 def _agree_compiled(
@@ -293,6 +369,9 @@ def _agree_compiled(
 def sum_gradients(module: nn.Module, mesh: DeviceMesh | None = None, *, timeout: float | None = None) -> None:
     """Sum every parameter's gradient over the ranks, each of which has that of its own tokens. All ranks must call it.
 
+    Of a parameter that is a DTensor, as where heads are split too, a rank sums what it has with the ranks of its column
+    of the mesh, which have the same part.
+
     A rank whose tokens gave a parameter no gradient counts as zeros; a parameter without a gradient on any rank stays
     without.
 
@@ -301,11 +380,14 @@ def sum_gradients(module: nn.Module, mesh: DeviceMesh | None = None, *, timeout:
         >>> headwise.scale.sum_gradients(model)
         >>> optimizer.step()
     """
-    ranks = ranks_of(mesh, timeout)
+    ranks = ranks_of(mesh, timeout, DIMENSION)
     parameters = dict(module.named_parameters())
 
     def describe_parameters() -> str:
-        lines = [f"{name} {x.dtype} {tuple(x.shape)} {x.requires_grad}" for name, x in parameters.items()]
+        lines = [
+            f"{name} {x.dtype} {tuple(x.shape)} {tuple(local_tensor(x).shape)} {x.requires_grad}"
+            for name, x in parameters.items()
+        ]
         digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:12]
         return f"a {type(module).__name__} of {len(lines)} parameters, digest {digest}"
 
@@ -318,4 +400,4 @@ def sum_gradients(module: nn.Module, mesh: DeviceMesh | None = None, *, timeout:
     for count, (name, x) in zip(holders.tolist(), parameters.items(), strict=True):
         if count:
             x.grad = torch.zeros_like(x) if x.grad is None else x.grad.contiguous()
-            ranks.all_reduce(x.grad, f"the gradient of {name}")
+            ranks.all_reduce(local_tensor(x.grad), f"the gradient of {name}")

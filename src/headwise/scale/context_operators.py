@@ -18,7 +18,7 @@ from ..errors import ShapeError
 from . import context_parallel  # context_parallel imports this module: compiled calls come here
 from .ranks import ranks_of, ranks_with_key
 from .sequence_agreement import agree_on_tensors
-from .sequence_shards import positions_of_counts
+from .sequence_shards import DIMENSION, positions_of_counts
 
 if TYPE_CHECKING:
     from .context_parallel import ContextParallelOptions
@@ -29,7 +29,7 @@ OPEN = -1  # as left and right: no limit
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator, unused-ignore]
 def name_ranks(mesh: DeviceMesh | None, timeout: float | None) -> str:
     """The key by which an operator finds the ranks."""
-    return ranks_of(mesh, timeout).key
+    return ranks_of(mesh, timeout, DIMENSION).key
 
 
 class Arguments(NamedTuple):

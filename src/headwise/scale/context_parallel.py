@@ -29,7 +29,7 @@ from .agreement import describe_tensor
 from .exchange import ALL_LOCAL, Block, Channel, GradientExchange, KeyValueExchange, Step
 from .partial_attention import PartOptions
 from .ranks import Ranks, ranks_of
-from .sequence_shards import plan_of_counts
+from .sequence_shards import DIMENSION, plan_of_counts
 
 
 class ContextParallelOptions(TypedDict, total=False):
@@ -88,7 +88,7 @@ def context_parallel_attend(
     if torch.compiler.is_compiling():
         check_options(options, OPTION_NAMES)
         return context_operators.attend(q, k, v, options, mesh, timeout)
-    ranks = ranks_of(mesh, timeout)
+    ranks = ranks_of(mesh, timeout, DIMENSION)
     return attend_split(q, k, v, ranks, agree_on_call(q, k, v, ranks, options), options)
 
 
@@ -128,7 +128,7 @@ def context_parallel_head_stats(
         >>> out, stats = headwise.scale.context_parallel_head_stats(q, k, v, causal=True)
         >>> stats["entropy"]  # (Hq,), over all tokens
     """
-    ranks = ranks_of(mesh, timeout)
+    ranks = ranks_of(mesh, timeout, DIMENSION)
     call = build_split_call(q, ranks, agree_on_call(q, k, v, ranks, options), options, stats=True)
     sinks, class_masks = options.get("sinks"), dict(classes or {})
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from .ranks import Ranks, report_lost_machine
+from .ranks import Ranks, describe_cut, lost_machines, machine_checks, report_lost_machine
 
 BEAT, SILENCE = 2.0, 60.0  # seconds between counts of a machine, and seconds without any after which it is lost
 KEY = "headwise/machine"
@@ -51,8 +51,25 @@ class _MachineWatch:
         for target in (self._count, self._guard):
             threading.Thread(target=target, name=f"headwise-machine-watch{target.__name__}", daemon=True).start()
 
+        machine_checks.append(self.check)
+
     def stop(self) -> None:
+        if self.check in machine_checks:
+            machine_checks.remove(self.check)
         self.ended.set()
+
+    def check(self) -> None:
+        """After an error of the transport: where a machine is silent, wait until it is heard of again, or lost.
+
+        Otherwise one side of a cut link would know of the cut and the other only that ranks are missing.
+        """
+        while not lost_machines:
+            lost = self._lost_machine()
+            if lost:
+                self._report(lost)
+            elif not self._lost_machine(self.silence / 2):
+                return
+            time.sleep(0.05)
 
     def _count(self) -> None:
         """Count up this machine's number and read those of the others; blocks where the store cannot be reached."""
@@ -77,15 +94,19 @@ class _MachineWatch:
         while not self.ended.wait(min(1.0, self.silence / 4)):
             lost = self._lost_machine()
             if lost:
-                report_lost_machine(f"{lost} has not been heard of for {self.silence:g} s: it is down or cut off")
+                self._report(lost)
                 self.ranks.close_connections()
                 return
 
-    def _lost_machine(self) -> str:
-        now = time.monotonic()
-        if now - self.last_answer > self.silence:
-            return f"the machine of rank 0, {self.address}," if self.machine else "the store of this machine"
+    def _report(self, lost: str) -> None:
+        report_lost_machine(f"{lost}; nothing was heard for {self.silence:g} s")
+
+    def _lost_machine(self, silence: float | None = None) -> str:
+        """Which machines do not reach each other, in words; "" where all were heard of within `silence`."""
+        now, silence = time.monotonic(), self.silence if silence is None else silence
+        if now - self.last_answer > silence:
+            return describe_cut(self.machine) if self.machine else "the store of this machine does not answer"
         for machine, number in enumerate(self.numbers):
-            if machine != self.machine and number < LEFT and now - self.last_counts[machine] > self.silence:
-                return f"machine {machine} of {len(self.numbers)}"
+            if machine != self.machine and number < LEFT and now - self.last_counts[machine] > silence:
+                return describe_cut(machine)  # machines hear of each other through the store of machine 0
         return ""

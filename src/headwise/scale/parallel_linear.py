@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from .autograd_collectives import sum_over_ranks
 from .class_replacement import replace_class
+from .kept_rows import rows_of
 from .ranks import Ranks
 from .row_exchange import RowExchange, fetch_rows
 from .row_plan import RowPlan
@@ -50,9 +51,15 @@ class ColumnParallelLinear(nn.Linear):
     slots: Tensor | None = None  # the row of each output column, past the last row for zeros; None: rows as they are
 
     def forward(self, x: Tensor) -> Tensor:
-        parameters = [local_tensor(p) for p in (self.weight, self.bias) if p is not None]
-        weight, *bias = (select_rows(p, self.slots) for p in fetch_rows(parameters, self.rows))
+        weight, *bias = rows_of(self, self.fetch)
         return F.linear(x, weight, *bias)
+
+    def stored(self) -> list[Tensor]:
+        """What this rank stores of the parameters whose rows are fetched."""
+        return [local_tensor(p) for p in (self.weight, self.bias) if p is not None]
+
+    def fetch(self) -> list[Tensor]:
+        return [select_rows(p, self.slots) for p in fetch_rows(self.stored(), self.rows)]
 
 
 class RowParallelLinear(nn.Linear):
@@ -63,14 +70,21 @@ class RowParallelLinear(nn.Linear):
     scatters_tokens: bool = False  # each rank gets the sum of some tokens, see `sequence_parallel`
 
     def forward(self, x: Tensor) -> Tensor:
-        (weight,) = fetch_rows([local_tensor(self.weight)], self.rows, dim=1)
-        weight = weight if self.slots is None else select_rows(weight.T, self.slots).T
+        (weight,) = rows_of(self, self.fetch)
         out = F.linear(x, weight)
         if self.scatters_tokens:
             stream = scatter_sum(out, self.rows.ranks)
             return stream if self.bias is None else stream + self.bias
         out = sum_over_ranks(out, self.rows.ranks)
         return out if self.bias is None else out + local_tensor(self.bias)
+
+    def stored(self) -> list[Tensor]:
+        """What this rank stores of the weight, whose columns are fetched."""
+        return [local_tensor(self.weight)]
+
+    def fetch(self) -> list[Tensor]:
+        (weight,) = fetch_rows(self.stored(), self.rows, dim=1)
+        return [weight if self.slots is None else select_rows(weight.T, self.slots).T]
 
 
 def select_rows(rows: Tensor, slots: Tensor | None) -> Tensor:

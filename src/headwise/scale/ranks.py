@@ -42,7 +42,8 @@ OUT_OF_STEP = "the ranks are no longer in step, start all of them again"
 
 ranks_by_key: dict[str, Ranks] = {}  # for operators in compiled graphs, which take numbers and text only
 agreement_counts: Counter[str] = Counter()  # agreements so far by group name: the same number on every rank
-lost_machines: list[str] = []  # messages about machines that are cut off from this one
+lost_machines: list[str] = []  # messages about machines that are cut off
+machine_checks: list[Callable[[], None]] = []  # wait until it is known whether a machine that is silent is cut off
 # every rank's number in agreements of simulated ranks, where it is not this rank's own
 simulated_numbers: ContextVar[Sequence[int] | None] = ContextVar("headwise_simulated_numbers", default=None)
 
@@ -116,7 +117,7 @@ class Ranks:
             record = Record.of(FINE, text, number, values or {})
         except Exception as error:  # of any kind, or the others would wait for this rank
             record, own_error = Record.of(FAILED, _one_line(error)), error
-            own_error.headwise_reported = True  # type: ignore[attr-defined]  # by this record
+            _mark_reported(own_error, self.group.group_name)  # by this record
         agreement_counts[self.group.group_name] += 1
         numbers = self._agreed_numbers(activity, record, values or {})
         if numbers is not None:
@@ -230,8 +231,10 @@ class Ranks:
         except (RuntimeError, dist.DistError) as error:
             self.close_connections()  # ranks that wait for this one would wait until their timeout
             reason = " ".join(str(error).split())
+            for check_machines in machine_checks:
+                check_machines()
             if lost_machines:
-                raise RankError(f"not all ranks came to {activity}; {lost_machines[0]}") from error
+                raise RankError(f"{lost_machines[0]}; not all ranks came to {activity}") from error
             closed = "closed" in reason or "closure" in reason
             wait_note = "" if closed else f" within {self.timeout:g} s"
             try:
@@ -240,8 +243,8 @@ class Ranks:
                     raise RankError(f"{failure}; {OUT_OF_STEP}") from error
                 end_note = ask_store(lambda store: self._absence(store, activity))
             except TimeoutError:
-                address = os.environ.get("MASTER_ADDR", "its address is not known")
-                end_note = f"; the machine of rank 0 ({address}) cannot be reached: it is down or cut off"
+                message = describe_cut(int(os.environ.get("GROUP_RANK", "0")))
+                raise RankError(f"{message}; not all ranks came to {activity}{wait_note} ({reason[:200]})") from error
             end_note = end_note or ("; one of them has ended" if closed else "")
             raise RankError(f"not all ranks came to {activity}{wait_note}{end_note} ({reason[:200]})") from error
 
@@ -275,10 +278,11 @@ class Ranks:
 
     def report_failure(self, activity: str, error: BaseException) -> None:
         """Tell the other ranks that this one failed after an agreement, unless all of them failed in the same call."""
-        if self.count == 1 or not dist.is_initialized() or getattr(error, "headwise_reported", False):
+        if self.count == 1 or not dist.is_initialized():
             return
-        error.headwise_reported = True  # type: ignore[attr-defined]  # once, by the innermost guard
         name, message = self.group.group_name, f"rank {self.rank} failed at {activity}: {_one_line(error)}"
+        if not _mark_reported(error, name):  # once, by the innermost guard
+            return
 
         def leave_message(store: Any) -> str:
             key = f"{FAILURE_KEY}/{name}/{agreement_counts[name]}"
@@ -294,6 +298,16 @@ class Ranks:
         with suppress(TimeoutError):
             if ask_store(leave_message, FAILURE_WAIT + STORE_WAIT):
                 return
+        self.close_connections()
+
+    def pass_on_failure(self, error: RankError) -> None:
+        """Give an error of the transport in another group to the ranks of this one, which would wait for this rank."""
+        cause, name = error.__cause__, "" if self.count == 1 else self.group.group_name
+        if not name or not isinstance(cause, RuntimeError | dist.DistError) or not _mark_reported(error, name):
+            return
+        message = str(error).removesuffix(f"; {OUT_OF_STEP}")
+        with suppress(TimeoutError):
+            ask_store(lambda store: str(store.set(f"{FAILURE_KEY}/{name}", message)))
         self.close_connections()
 
     def _reported_failure(self, store: Any) -> str:
@@ -313,6 +327,14 @@ class Ranks:
                     work = dist.irecv(torch.empty(1), peer, group=self.group, tag=UNUSED_TAG)
                     assert work is not None  # this rank is in the group
                     work.wait(timedelta(milliseconds=1))
+
+
+def _mark_reported(error: BaseException, group: str) -> bool:
+    """Note that the ranks of a group are told about an error; whether they had not been told before."""
+    groups = error.__dict__.setdefault("headwise_groups", set())
+    is_new = group not in groups
+    groups.add(group)
+    return is_new
 
 
 def report_failure_to_all(error: BaseException) -> None:
@@ -356,6 +378,18 @@ def ask_store(question: Callable[[Any], str], seconds: float = STORE_WAIT) -> st
     return answers[0]
 
 
+def describe_cut(machine: int) -> str:
+    """That a machine and the first one, which holds the store, do not reach each other: the same words on both."""
+    address = os.environ.get("MASTER_ADDR", "its address is not known")
+    if not machine:
+        return f"the machine of rank 0 ({address}) cannot be reached: it is down or cut off"
+    count = os.environ.get("GROUP_WORLD_SIZE", "several")
+    return (
+        f"machines 0 ({address}) and {machine} of {count} do not reach each other: one of them is down, or the link "
+        "between them is cut"
+    )
+
+
 def report_lost_machine(message: str) -> None:
     """Say on this rank, which is about to get an error of the transport, that a machine is cut off."""
     lost_machines.append(message)
@@ -375,14 +409,19 @@ def ranks_of(mesh: DeviceMesh | None = None, timeout: float | None = None, dimen
     if _world.get("group") is not world:  # another run of init_process_group, whose groups may have the same names
         _world.clear()
         ranks_by_key.clear()
+        _slices.clear()
         _world["group"] = world
     kind = "cuda" if dist.get_backend() == "nccl" else "cpu"
     if mesh is None:  # making a mesh takes as long as an agreement
         mesh = _world["mesh"] = _world.get("mesh") or init_device_mesh(kind, (dist.get_world_size(),))
     if mesh.ndim > 1 and dimension is not None and dimension in (mesh.mesh_dim_names or ()):
-        mesh = mesh[dimension]
+        if (id(mesh), dimension) not in _slices:
+            _slices[id(mesh), dimension] = mesh, mesh[dimension]
+        _, mesh = _slices[id(mesh), dimension]
     if mesh.ndim != 1:
-        raise RankError(f"a mesh of one dimension is expected, got {mesh.ndim}; take one of them: mesh['tp']")
+        raise RankError(
+            f"a mesh of one dimension is expected, got {mesh.ndim}; take one of them: mesh[{dimension or 'tp'!r}]"
+        )
     device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device("cpu")
     timeout = _group_timeout(mesh.get_group(), device) if timeout is None else timeout
     for ranks in ranks_by_key.values():  # of this very mesh: another one of the same group has other dimensions around
@@ -394,6 +433,8 @@ def ranks_of(mesh: DeviceMesh | None = None, timeout: float | None = None, dimen
 
 
 _world: dict[str, Any] = {}  # the default process group, and the mesh of all its ranks
+# dimensions of larger meshes, by the mesh's id and their name, with that mesh: DeviceMesh would make new ones
+_slices: dict[tuple[int, str], tuple[DeviceMesh, DeviceMesh]] = {}
 
 
 def ranks_with_key(key: str) -> Ranks:
@@ -403,7 +444,7 @@ def ranks_with_key(key: str) -> Ranks:
 
 def forget_groups() -> None:
     """Before the process groups are destroyed: drop what is known of them, and with it what refers to them."""
-    for known in (agreement_counts, ranks_by_key, lost_machines, _world):
+    for known in (agreement_counts, ranks_by_key, lost_machines, machine_checks, _world, _slices):
         known.clear()
 
 

@@ -13,6 +13,8 @@ from ..errors import ShapeError
 from .ranks import ranks_of
 from .sequence_plan import SequencePlan
 
+DIMENSION = "cp"  # of a mesh of several dimensions: the one that a sequence is split over
+
 
 def shard_sequence(x: Tensor, dim: int, *, zigzag: bool = True, mesh: DeviceMesh | None = None) -> Tensor:
     """The tokens of a whole sequence that belong on this rank.
@@ -21,13 +23,13 @@ def shard_sequence(x: Tensor, dim: int, *, zigzag: bool = True, mesh: DeviceMesh
         x: the whole, the same on all ranks.
         dim: of the tokens.
         zigzag: a chunk from either end of the sequence per rank, for causal attention; otherwise consecutive chunks.
-        mesh: of the ranks; all by default.
+        mesh: of the ranks; all by default. A mesh of one dimension, or one with a dimension named "cp".
 
     Example:
         >>> q, k, v = (headwise.scale.shard_sequence(x, 2) for x in (q, k, v))
         >>> out = headwise.scale.gather_sequence(headwise.scale.context_parallel_attend(q, k, v, causal=True), 2)
     """
-    ranks = ranks_of(mesh)
+    ranks = ranks_of(mesh, dimension=DIMENSION)
     plan = SequencePlan(x.shape[dim], ranks.count, zigzag=zigzag)
     chunks = [plan.chunks[chunk] for chunk in plan.chunks_of(ranks.rank)]
     return torch.cat([x.narrow(dim, chunk.start, len(chunk)) for chunk in chunks], dim)
@@ -42,7 +44,7 @@ def gather_sequence(x: Tensor, dim: int, *, zigzag: bool = True, mesh: DeviceMes
         zigzag: how the tokens were split.
         mesh: of the ranks; all by default.
     """
-    ranks = ranks_of(mesh)
+    ranks = ranks_of(mesh, dimension=DIMENSION)
     counts = ranks.agree("the parts of a sequence", f"{x.dtype}, zigzag {zigzag}", number=x.shape[dim])
     plan = plan_of_counts(counts, None, None, zigzag)
     padded = x.transpose(0, dim)
@@ -55,7 +57,7 @@ def gather_sequence(x: Tensor, dim: int, *, zigzag: bool = True, mesh: DeviceMes
 
 def local_positions(tokens: int, *, zigzag: bool = True, mesh: DeviceMesh | None = None) -> Tensor:
     """The positions of this rank's tokens in a sequence of so many: (tokens here,)."""
-    ranks = ranks_of(mesh)
+    ranks = ranks_of(mesh, dimension=DIMENSION)
     return torch.tensor(SequencePlan(tokens, ranks.count, zigzag=zigzag).positions(ranks.rank), device=ranks.device)
 
 

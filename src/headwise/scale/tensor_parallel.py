@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..attention.dropout import recorded_seeds
 from ..attention.nn.blocks import FeedForward
 from ..attention.nn.module import MultiHeadAttention, Projected
 from ..attention.nn.positions import Alibi
@@ -58,11 +59,14 @@ class SplitAttention(MultiHeadAttention):
         """As MultiHeadAttention.forward."""
         if self.training and self.dropout > 0:
             if torch.compiler.is_compiling():
-                raise UnsupportedError(
-                    "dropout inside attention that is split over ranks cannot be compiled; set it to 0"
-                )
-            with _dropout_per_rank(self.ranks):
-                result = super().forward(query, key, value, **options)
+                recorded_seeds.append(torch.randint(2**62, (), device=query.device) + self.ranks.rank)
+                try:
+                    result = super().forward(query, key, value, **options)
+                finally:
+                    recorded_seeds.pop()
+            else:
+                with _dropout_per_rank(self.ranks):
+                    result = super().forward(query, key, value, **options)
         else:
             result = super().forward(query, key, value, **options)
         if not options.get("need_weights"):
@@ -213,6 +217,8 @@ def split_heads(
         )
     if any(isinstance(part, SplitAttention) for part in attentions):
         raise UnsupportedError("this module is split over ranks already")
+    if any(part.is_split for part in attentions):
+        raise UnsupportedError("the sequence of this module is split already; call split_heads before split_sequence")
 
     def describe() -> str:
         if sequence_parallel:

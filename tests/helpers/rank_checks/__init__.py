@@ -11,6 +11,8 @@ from . import (  # noqa: F401
     composition,
     context_parallel,
     data_parallel,
+    heads_and_sequence,
+    kept_rows,
     recorder,
     tensor_parallel,
     training,

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from headwise import Decoder, MultiHeadAttention, TransformerBlock
-from headwise.errors import RankError, UnsupportedError
+from headwise.attention import dropout
+from headwise.errors import RankError
 from headwise.scale import split_heads
 from headwise.scale.ranks import Ranks
 
@@ -74,6 +75,49 @@ def different_calls_of_a_compiled_split_module_fail_on_all_ranks(ranks: Ranks, f
     with pytest.raises(RankError, match="ranks disagree about the inputs of SplitAttention: rank 0 has"):
         compiled(x, causal=ranks.first)
     compiled(x)
-    trained = torch.compile(split_heads(MultiHeadAttention(15, 5, dropout=0.1)), fullgraph=True, backend=BACKEND)
-    with pytest.raises((UnsupportedError, torch._dynamo.exc.Unsupported), match="dropout inside attention"):
-        trained(x)
+
+
+@check
+def a_compiled_split_attention_drops_other_weights_on_each_rank(ranks: Ranks, folder: Path) -> None:
+    """The weights that the ranks' seeds drop, applied to the whole in one process."""
+    torch._dynamo.reset()
+    rate, tokens = 0.3, 7
+    whole = MultiHeadAttention(15, 5).double()
+    split = split_heads(copy.deepcopy(whole))
+    split.dropout = rate
+    compiled = torch.compile(split, fullgraph=True, backend=BACKEND)
+    x = torch.randn(2, tokens, 15, dtype=torch.float64)
+    for seed in (3, 4):  # two runs of one graph draw different numbers
+        torch.manual_seed(seed)
+        first = int(torch.randint(2**62, ()))
+        masks = [
+            torch.from_numpy(dropout.retained(first + rank, rate, 2, len(share.query), tokens, tokens))
+            for rank, share in enumerate(split.plan.shares)
+            if share.query
+        ]
+        wants, gots = (x.clone().requires_grad_() for _ in range(2))
+        projected = whole.project(wants, causal=True)
+        weights = projected.weights() * torch.cat(masks, 1) * dropout.factor(rate)
+        want = whole.W_O((weights @ projected.v).transpose(1, 2).flatten(2))
+        torch.manual_seed(seed)
+        got = compiled(gots, causal=True)
+        torch.testing.assert_close(got, want, **EXACT)
+        for module, out in ((whole, want), (split, got)):
+            module.zero_grad()
+            out.square().sum().backward()
+        torch.testing.assert_close(gots.grad, wants.grad, **EXACT)
+        for (name, p), q in zip(whole.named_parameters(), split.parameters(), strict=True):
+            torch.testing.assert_close(whole_tensor(q.grad), p.grad, **EXACT, msg=lambda m, n=name: f"{n}: {m}")
+    ranks.agree("the next random number", str(int(torch.randint(2**62, ()))))
+
+
+@check
+def a_compiled_split_block_with_dropout_is_the_same_on_all_ranks(ranks: Ranks, folder: Path) -> None:
+    torch._dynamo.reset()
+    block = split_heads(TransformerBlock(15, 5, ffn=11, dropout=0.4).double())
+    compiled = torch.compile(block, fullgraph=True, backend=BACKEND)
+    x = torch.randn(2, 7, 15, dtype=torch.float64)
+    outputs = [compiled(x, causal=True).detach() for _ in range(2)]
+    assert not torch.equal(*outputs)
+    for out in outputs:
+        ranks.agree("the output", "", values={"output": out})

@@ -9,6 +9,7 @@ import copy
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
@@ -18,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import loss_parallel
 
-from headwise import Decoder, Heads, MultiHeadAttention, Shape, TransformerBlock
+from headwise import Decoder, Heads, MultiHeadAttention, Recorder, Shape, TransformerBlock, watch
 from headwise.scale import clip_grad_norm_, load_state, save_state, split_heads
 from headwise.scale.ranks import Ranks
 from helpers.torchrun import assert_error
@@ -241,3 +242,52 @@ def parameters_of_foreign_classes_stay_plain_and_are_clipped_with_the_others(ran
     tied = GainAndBlock()
     tied.first.weight = tied.block.attention.W_O.weight
     assert_error(lambda: split_heads(tied), "a parameter (15, 15) of GainAndBlock is shared by two layers")
+
+
+@check
+def replicated_shards_around_split_heads_train_as_one_process(ranks: Ranks, folder: Path) -> None:
+    """HSDP: FSDP2 on two dimensions, of which the first has copies of the shards."""
+    half = ranks.count // 2
+    for sizes, (name, heads) in zip(((half, 1, 2), (1, half, 2), (half, 2, 1)), COUNTS.items(), strict=True):
+        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("copies", "shards", "tp"))
+        whole = new_decoder(heads)
+        model = split_heads(copy.deepcopy(whole), mesh)
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh["copies", "shards"])
+        fully_shard(model, mesh=mesh["copies", "shards"])
+        optimizers = [new_optimizer(x) for x in (whole, model)]
+        parts = sizes[0] * sizes[1]
+        place = mesh["copies"].get_local_rank() * sizes[1] + mesh["shards"].get_local_rank()
+        for ids in batches():
+            want = step(whole, optimizers[0], ids)
+            got = step(model, optimizers[1], ids.chunk(parts)[place])
+            torch.testing.assert_close(got, want, **EXACT, msg=lambda m, n=name: f"{n}: {m}")
+            for (key, x), y in zip(whole.named_parameters(), model.parameters(), strict=True):
+                message = f"{name} {sizes} {key}"
+                torch.testing.assert_close(whole_tensor(y), x.detach(), **EXACT, msg=lambda m, n=message: f"{n}: {m}")
+
+
+@check
+def watch_and_recorder_take_a_split_vocabulary(ranks: Ranks, folder: Path) -> None:
+    whole = new_decoder(COUNTS["indivisible"])
+    split, ids = split_heads(copy.deepcopy(whole), vocabulary=True), batches()[0]
+    with watch(whole) as want:
+        loss_of(whole, ids).backward()
+    with watch(split) as got, loss_parallel():
+        loss_of(split, ids).backward()
+    for a, b in zip(got.layers, want.layers, strict=True):
+        assert a.heads == b.heads
+        for statistic in b.stats:
+            torch.testing.assert_close(a.stats[statistic], b.stats[statistic], **EXACT)
+    with torch.no_grad(), watch(split) as got:
+        split(ids)
+    torch.testing.assert_close(got.layers[0].stats.entropy, want.layers[0].stats.entropy, **EXACT)
+    optimizer = torch.optim.SGD(split.parameters(), 0.0)
+    with Recorder(split, every=1, path=folder / "vocabulary.jsonl") as recorder:
+        with loss_parallel():
+            loss_of(split, ids).backward()
+        optimizer.step()
+    assert recorder.entry is not None
+    for layer in want.layers:
+        for name in ("entropy", "max_logit", "confidence"):
+            np.testing.assert_allclose(recorder.entry.values[layer.key][name], layer.stats[name], err_msg=name)

@@ -456,7 +456,7 @@ def what_cannot_be_split_is_refused_on_all_ranks_and_left_as_it_is(ranks: Ranks,
         (own_forward, "DoublingAttention is not a plain MultiHeadAttention"),
         (own_linear, "NonDynamicallyQuantizableLinear is not a plain Linear"),
         (shared, "a parameter (15, 15) of ModuleList is shared by two layers"),
-        (split, "SplitSequenceAttention is not a plain MultiHeadAttention"),
+        (split, "the sequence of this module is split already; call split_heads before split_sequence"),
     ):
         classes = [type(part) for part in module.modules()]
         assert_error(lambda module=module: split_heads(module), message)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, TypedDict, Unpack
@@ -298,6 +299,9 @@ class Decoder(_Stack):
         >>> decoder.generate(ids, max_new_tokens=20, eos=2)  # (B, T + at most 20)
     """
 
+    # around the steps of `generate`; another one where the heads are split over processes
+    decoding_context: Callable[[], AbstractContextManager[None]] = nullcontext
+
     def __init__(self, shape: Shape, *, dropout: float = 0.0, **factory: Unpack[FactoryOptions]) -> None:
         if shape.pooler and not shape.decoder_layers:
             raise UnsupportedError("a Decoder has no pooler; this is an Encoder's shape")
@@ -417,16 +421,17 @@ class Decoder(_Stack):
         ends = torch.tensor([] if eos is None else [eos] if isinstance(eos, int) else list(eos), device=ids.device)
         cache = self.cache()
         step, done = ids, torch.zeros_like(ids[:, :1], dtype=torch.bool)  # (B, 1)
-        for _ in range(max_new_tokens):
-            x = self.hidden(step, memory=memory, mask=mask, memory_mask=memory_mask, cache=cache)
-            step = choice.choose(self.logits(x[:, -1:])[:, 0], generator).to(ids.dtype)  # (B, 1)
-            if len(ends):
-                step = torch.where(done, ends[0].to(ids.dtype), step)
-                done = done | torch.isin(step, ends)
-            ids = torch.cat((ids, step), 1)
-            mask = None if mask is None else F.pad(mask, (0, 1), value=1)
-            if len(ends) and done.all():
-                break
+        with self.decoding_context():
+            for _ in range(max_new_tokens):
+                x = self.hidden(step, memory=memory, mask=mask, memory_mask=memory_mask, cache=cache)
+                step = choice.choose(self.logits(x[:, -1:])[:, 0], generator).to(ids.dtype)  # (B, 1)
+                if len(ends):
+                    step = torch.where(done, ends[0].to(ids.dtype), step)
+                    done = done | torch.isin(step, ends)
+                ids = torch.cat((ids, step), 1)
+                mask = None if mask is None else F.pad(mask, (0, 1), value=1)
+                if len(ends) and done.all():
+                    break
         return ids
 
     def _check_generate(self, ids: Tensor, max_new_tokens: int, mask: Tensor | None) -> None:

@@ -116,17 +116,17 @@ class SplitSequenceReading:
     @property
     def q(self) -> Tensor:
         """A tensor of the shape of the queries; only its shape is meant."""
-        return self._shape_of(self.module.heads.query)
+        return self._shape_of(self.module.whole_heads.query)
 
     @property
     def k(self) -> Tensor:
         """As q."""
-        return self._shape_of(self.module.heads.kv)
+        return self._shape_of(self.module.whole_heads.kv)
 
     @property
     def v(self) -> Tensor:
         """As q."""
-        return self._shape_of(self.module.heads.kv)
+        return self._shape_of(self.module.whole_heads.kv)
 
     @property
     def keys(self) -> int:

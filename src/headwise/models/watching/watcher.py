@@ -343,7 +343,8 @@ def _rank_groups(model: nn.Module, sites: list[Site]) -> list[RankGroup]:
         if partition is not None:
             groups[partition.ranks] = None
         elif splits_tokens(site.module):
-            groups[site.module.ranks] = None  # type: ignore[index]  # of scale's SplitSequenceAttention
+            attention: Any = site.module  # scale's SplitSequenceAttention
+            groups |= dict.fromkeys(attention.rank_groups)
     return list(groups)
 
 
