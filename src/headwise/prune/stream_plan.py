@@ -13,6 +13,7 @@ from torch import nn
 from ..errors import HeadwiseError
 from ..json_documents import brief
 from ..plans import StreamPlan, is_share
+from ..resampling import ranks
 from .context_need_result import GRADIENT, ContextNeed
 from .loss_bound import largest_plan
 from .sequence_losses import KVHead, plan_of
@@ -44,9 +45,8 @@ def stream_plan(
     passes over the batches. The loss is the mean over the sequences, of labels or of next tokens.
 
     Args:
-        need: what `context_need` measured. Of several, such as that of a text and that of needle prompts, the changes
-            of each are divided by the sum of their absolute values, and those of a head are added: one that nearly
-            all of a need falls on streams last, whatever the others say of it.
+        need: what `context_need` measured. Of several, such as that of a text and that of needle prompts, each gives
+            the heads ranks by its own change, and the mean of a head's ranks counts.
         window: one of the windows that was measured.
         share: the share of the KV heads that stream, of layers without a sliding window, from 0 to 1; 0.5 where
             neither it nor cache_bytes is given. Rounded to the nearest number of heads.
@@ -75,7 +75,7 @@ def stream_plan(
         raise HeadwiseError("give one of share, cache_bytes and max_loss")
     if max_loss is None and (model is not None or batches is not None):
         raise HeadwiseError("model and batches are for max_loss, which is not given")
-    order = _by_change(needs, window)
+    order = _by_rank(needs, window)
     if max_loss is not None:
         if isinstance(max_loss, bool) or not isinstance(max_loss, (int, float)) or not 0 <= max_loss < math.inf:
             raise HeadwiseError(f"max_loss must be a number of at least 0, such as 0.01 for 1 %, got {brief(max_loss)}")
@@ -106,18 +106,12 @@ def _check_needs(need: Any, window: Any) -> list[ContextNeed]:
     return needs
 
 
-def _by_change(needs: list[ContextNeed], window: int) -> list[KVHead]:
-    """The KV heads that may stream, the smallest change first; those of equal change in the model's order."""
+def _by_rank(needs: list[ContextNeed], window: int) -> list[KVHead]:
+    """The KV heads that may stream, the smallest mean rank first; those of equal rank in the model's order."""
     changes = [_changes(need, window) for need in needs]
-    totals = sum(_shares(np.array(list(change.values()))) for change in changes)
-    by_head = dict(zip(changes[0], np.atleast_1d(totals), strict=True))
+    mean_ranks = np.mean([ranks(np.array(list(change.values()))) for change in changes], axis=0)
+    by_head = dict(zip(changes[0], mean_ranks, strict=True))
     return sorted(by_head, key=by_head.__getitem__)
-
-
-def _shares(changes: np.ndarray) -> np.ndarray:
-    """Changes as shares of the sum of their absolute values; negative for a head that gains by streaming."""
-    total = np.abs(changes).sum()
-    return changes / total if total else changes
 
 
 def _changes(need: ContextNeed, window: int) -> dict[KVHead, float]:
