@@ -25,6 +25,7 @@ GPT = {"vocab_size": 89, "n_embd": 30, "n_layer": 2, "n_head": 5, "n_positions":
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama with grouped queries": ("llama", SIZES),
     "gpt2": ("gpt2", GPT),
+    "olmo2 with norms over all heads": ("olmo2", SIZES),
     "gemma2 with softcap and sliding windows": (
         "gemma2", SIZES | {"attn_logit_softcapping": 1.5, "sliding_window": 9, "query_pre_attn_scalar": 8},
     ),

@@ -15,6 +15,7 @@ from ..errors import UnsupportedError
 from ..models.structure.heads import w_o
 from ..models.structure.linear_layers import weight_problem, whole_weight
 from ..models.structure.partition import check_whole
+from ..models.structure.projections import find_projections
 from ..models.structure.sites import Site, attention_sites
 from ..models.text_inputs import is_encoder_decoder
 from ..models.watching.call_reader import Reading
@@ -45,7 +46,8 @@ class WindowMeasurement:
     def __init__(self, model: nn.Module, windows: tuple[int, ...], keep_first: int) -> None:
         _check_decoder(model)
         self.windows, self.keep_first = windows, keep_first
-        self.kv_heads = {layer.key: layer.kv for layer in attention_layers(model) if layer.cache}
+        layers = attention_layers(model, find_projections)  # no head is cut out
+        self.kv_heads = {layer.key: layer.kv for layer in layers if layer.cache}
         self.sites: dict[tuple[str, int], Site] = {
             site.key: site for site in attention_sites(model) if site.key in self.kv_heads
         }

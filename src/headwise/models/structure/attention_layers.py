@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,7 @@ from ...errors import UnsupportedError
 from .heads import query_heads
 from .layouts import LAYOUTS
 from .linear_layers import output_width
-from .projections import projections
+from .projections import Projections, projections
 from .sites import Site, attention_sites
 
 UNITS = ("head", "kv", "layer")  # what is scored and removed as one: a query head, a KV group, a whole layer
@@ -42,10 +43,15 @@ class AttentionLayer:
         return [list(range(first, first + size)) for first in range(0, self.query, size)]
 
 
-def attention_layers(model: nn.Module) -> list[AttentionLayer]:
-    """Every attention layer of a model, in its order."""
+def attention_layers(
+    model: nn.Module, find: Callable[[nn.Module, Site], Projections] = projections
+) -> list[AttentionLayer]:
+    """Every attention layer of a model, in its order.
+
+    find: how projections are found; `find_projections` counts KV heads also where none can be cut out.
+    """
     caching = _caching_modules(model)
-    return [_attention_layer(model, site, id(site.module) in caching) for site in attention_sites(model)]
+    return [_attention_layer(model, site, id(site.module) in caching, find) for site in attention_sites(model)]
 
 
 def _caching_modules(model: Any) -> set[int]:
@@ -64,9 +70,11 @@ def _caching_modules(model: Any) -> set[int]:
     return {id(module) for module in part.modules() if not getattr(module, "is_kv_shared_layer", False)}
 
 
-def _attention_layer(model: nn.Module, site: Site, caching: bool) -> AttentionLayer:
+def _attention_layer(
+    model: nn.Module, site: Site, caching: bool, find: Callable[[nn.Module, Site], Projections]
+) -> AttentionLayer:
     try:
-        layer = projections(model, site)
+        layer = find(model, site)
     except UnsupportedError:  # its heads can be scored and zeroed all the same
         count = query_heads(model, site)
         return AttentionLayer(site.kind, site.index, count, count, site.name)
