@@ -30,10 +30,10 @@ BOUND = 10 * np.finfo(float).eps * 3000 * 10**3
 
 
 def batch_with_labels() -> dict[str, Tensor]:
-    """Left-padded sequences of 41, 23 and 5 tokens, of which some are labels."""
+    """Left-padded sequences of 41, 23 and 5 tokens, of which some are labels, none of the first seven."""
     batch = padded_batch("left", (41, 23, 5))
     labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
-    labels[:, 30:35] = -100
+    labels[:, :7] = labels[:, 30:35] = -100
     return batch | {"labels": labels}
 
 

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor, nn
 
 from ..circuits.inputs import to_device
-from ..models.batches import batch_size, run
+from ..models.batches import batch_size
 from ..models.intervene.head_outputs import head_outputs
 from ..models.structure.sites import Site
 from ..models.text_inputs import device_of
 from ..models.watching.watcher import watch
 from .context_need_result import GRADIENT, ContextNeed
 from .scoring import refuse_quantized
-from .sequence_losses import leave_out, losses_of
+from .sequence_losses import batch_losses
 from .window_measurement import WindowMeasurement
 
 
@@ -38,8 +38,7 @@ def need_with_gradient(model: nn.Module, batch: Any, measurement: WindowMeasurem
     batch = to_device(batch, device_of(model))
     with torch.enable_grad(), head_outputs(model, mark), measurement.heads_before_w_o(), measurement.keep_differences():
         with watch(model, stats=False, each=measurement.observe):
-            output = run(model, leave_out(model, batch, {"use_cache": False}))
-        losses = losses_of(model, batch, output)
+            losses = batch_losses(model, batch)
         gradients = torch.autograd.grad(losses.sum(), list(outputs.values()))
         changes = measurement.first_order_changes(dict(zip(outputs, gradients, strict=True)))
     need = measurement.finish_batch(batch_size(batch))

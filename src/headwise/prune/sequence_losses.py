@@ -18,30 +18,33 @@ from ..models.streaming.context import streaming
 from ..models.text_inputs import device_of
 from ..plans import StreamLayer, StreamPlan, by_layer_key
 from .context_need_result import GRADIENT
-from .objective import choose_objective
+from .objective import choose_objective, is_causal, label_queries
 
 KVHead = tuple[str, int, int]  # kind, layer, KV head
 
 
 def sequence_losses(model: nn.Module, batches: Sequence[Any]) -> np.ndarray:
     """(N,): the mean loss of the labels of every sequence, or of its next tokens where there are no labels."""
-    losses = []
     with torch.no_grad():
-        for batch in batches:
-            batch = to_device(batch, device_of(model))
-            output = run(model, leave_out(model, batch, {"use_cache": False}))
-            losses.append(losses_of(model, batch, output).double().cpu().numpy())
-    return np.concatenate(losses)
+        losses = [batch_losses(model, to_device(batch, device_of(model))) for batch in batches]
+    return np.concatenate([values.double().cpu().numpy() for values in losses])
 
 
-def losses_of(model: nn.Module, batch: Any, output: Any) -> Tensor:
-    """(B,): the loss of every sequence of a batch, by what the model gave for it."""
+def batch_losses(model: nn.Module, batch: Any) -> Tensor:
+    """(B,): the loss of every sequence of a batch, which the model runs. Logits before the first label are left out."""
     objective = choose_objective(model, batch, None)
     if objective.name not in ("labels", "text"):
         raise UnsupportedError(
             f"{type(model).__name__} gives no logits of the next tokens and has no loss; load it with its head"
         )
-    losses = objective.damage(output, batch, None)
+    inputs, outputs = batch, dict[str, Any](use_cache=False)
+    labelled = label_queries(batch)
+    if labelled is not None and is_causal(model) and _takes(model, "logits_to_keep"):
+        first = int(labelled.any(0).int().argmax())
+        outputs["logits_to_keep"] = labelled.shape[1] - first
+        inputs = {name: value for name, value in batch.items() if name != "labels"}
+        batch = {**batch, "labels": batch["labels"][:, first:]}
+    losses = objective.damage(run(model, leave_out(model, inputs, outputs)), batch, None)
     if not bool(losses.isfinite().all()):
         raise HeadwiseError("a sequence's loss is not a finite number; check the model's logits for NaN and inf")
     return losses
@@ -51,8 +54,12 @@ def leave_out(model: nn.Module, batch: Any, outputs: Mapping[str, Any]) -> Any:
     """The batch, with arguments by which a model leaves out outputs that are not needed, where it has such ones."""
     if not isinstance(batch, Mapping):
         return batch
-    parameters = inspect.signature(model.forward).parameters
-    return {name: value for name, value in outputs.items() if name in parameters} | dict(batch)
+    return {name: value for name, value in outputs.items() if _takes(model, name)} | dict(batch)
+
+
+def _takes(model: nn.Module, argument: str) -> bool:
+    """Whether the model's forward has an argument of this name."""
+    return argument in inspect.signature(model.forward).parameters
 
 
 def plan_of(
