@@ -75,7 +75,7 @@ grouping: stories  ## measure docs/grouping.md again
 # an interrupted run resumes; with torchao installed it has the figures of int8 weights too
 streaming: setup  ## measure docs/streaming_report.md again
 	test -e build/stream-smollm2 || { cd build && ../$(BIN)/headwise stream --model smollm2 --out stream-smollm2 \
-	  --share 0.5 --window 256 --limit 16384 --needles 8; }
+	  --share 0.5 --window 256 --limit 16384 --needles 12; }
 	cp build/stream-smollm2/streaming.md docs/streaming_report.md
 
 lab-pages: setup  ## write docs/lab again from its figures, after a change of words
