@@ -78,13 +78,13 @@ def summary(card: Card, tokens: int) -> Iterator[str]:
 def measured_runs(folder: Path) -> list[str]:
     """The bytes that the small runs sent and their speed, from the results of benchmarks/scale.py."""
     lines = [
-        "| run | ranks | a rank sends: formula | counted | on the wire, all ranks | times one rank | at most here |",
-        "|---|---:|---:|---:|---:|---:|---:|",
+        "| run | machine | ranks | a rank sends: formula | counted | on the wire, all ranks | times one | at most here |",
+        "|---|---|---:|---:|---:|---:|---:|---:|",
     ]
     memory = []
     for path in sorted(folder.glob("scale-*.json")):
         data = json.loads(path.read_text(encoding="utf-8"))
-        count = data["settings"]["ranks"]
+        count, machine = data["settings"]["ranks"], data["machine"]["cpu"]
         for name in ("heads", "sequence", "atlas"):
             if name in data:
                 run = data[name]
@@ -93,13 +93,13 @@ def measured_runs(folder: Path) -> list[str]:
                     f"{traffic[key]:,}" if key in traffic else "" for key in ("formula", "counted", "wire_of_all_ranks")
                 )
                 speed = f"{run['times_as_fast']:.2f} | {run['most_here']:.2f}"
-                lines.append(f"| {run['what']} | {count} | {' | '.join(numbers)} | {speed} |")
+                lines.append(f"| {run['what']} | {machine} | {count} | {' | '.join(numbers)} | {speed} |")
         if "memory" in data:
             run = data["memory"]
             memory.append(
                 f"With a sequence over {count} ranks, the peak memory of a rank was "
                 f"{format_bytes(max(run['ranks']))}, its tokens included; "
-                f"with all tokens on one rank {format_bytes(run['one'])}: {run['share']:.2f} of it."
+                f"with all tokens on one rank {format_bytes(run['one'])}: {run['share']:.2f} of it ({machine})."
             )
     return [*lines, "", *memory]
 
