@@ -78,7 +78,7 @@ def summary(card: Card, tokens: int) -> Iterator[str]:
 def measured_runs(folder: Path) -> list[str]:
     """The bytes that the small runs sent and their speed, from the results of benchmarks/scale.py."""
     lines = [
-        "| run | machine | ranks | a rank sends: formula | counted | on the wire, all ranks | times one | at most here |",
+        "| run | machine | ranks | a rank sends: formula | counted | on the wire, all | times one | at most here |",
         "|---|---|---:|---:|---:|---:|---:|---:|",
     ]
     memory = []
