@@ -253,8 +253,10 @@ class Flash(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, mask, out, lse = ctx.saved_tensors
         if not torch.is_grad_enabled():
-            backward = _backward_in_operators if _is_large(lse) else _flash_backward
-            grads = backward(grad_out, q, k, v, out, lse, ctx.causal, mask, ctx.scale)
+            if _is_large(lse):
+                grads = _backward_in_operators(grad_out, q, k, v, mask, ctx.causal, ctx.scale)
+            else:
+                grads = _flash_backward(grad_out, q, k, v, out, lse, ctx.causal, mask, ctx.scale)
             return *grads, None, None, None
         leaves = [x for x in (q, k, v) if x.requires_grad]
         out = _flash_in_operators(q, k, v, mask, ctx.causal, ctx.scale)
@@ -272,16 +274,8 @@ def _is_large(lse: Tensor) -> bool:
 
 
 def _backward_in_operators(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    causal: bool,
-    mask: Tensor | None,
-    scale: float,
-) -> tuple[Tensor, ...]:
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v from scores that are computed again, by blocks of queries."""
     of_q, of_k, of_v = (torch.zeros_like(x, dtype=upcast(x[:0]).dtype) for x in (q, k, v))
     q, k, v = leaves = [x.detach().requires_grad_() for x in (q, k, v)]
@@ -293,7 +287,7 @@ def _backward_in_operators(
         parts = torch.autograd.grad(block, leaves, grad_out[:, :, rows])
         for total, part in zip((of_q, of_k, of_v), parts, strict=True):
             total += part
-    return tuple(x.to(q.dtype) for x in (of_q, of_k, of_v))
+    return of_q.to(q.dtype), of_k.to(q.dtype), of_v.to(q.dtype)
 
 
 def _flash_in_operators(
