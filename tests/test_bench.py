@@ -92,6 +92,14 @@ def test_the_read_limit_of_16_bits_reads_half_as_many_floats(
     assert set(sizes) == {1 * 2 * 5 * 4, 1 * 2 * 5 * 3}
 
 
+def test_the_slowest_limit_counts_by_its_whole_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "_seconds", lambda run: run())
+    read, product = limits.Limit("read", lambda: 3.0), limits.Limit("product", lambda: 2.0)
+    assert limits.slowest(read, product) is read
+    twice = limits.Limit("twice the product", product.run, 2.0)
+    assert limits.slowest(read, twice) is twice
+
+
 def test_the_textbook_peer_equals_the_reference_with_a_mask() -> None:
     q, k, v = torch.randn(3, 2, 3, 5, 7).unbind()
     mask = torch.ones(5, 5, dtype=torch.bool).tril()

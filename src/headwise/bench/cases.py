@@ -18,7 +18,7 @@ from ..timing.interleaved_race import ATOL, Contestant
 from . import peers
 from .engines import engines
 from .inputs import random_normal
-from .limits import Limit, matmul_limit, read_limit
+from .limits import Limit, matmul_limit, read_limit, slowest
 
 OTHER_WEIGHTS_DROPPED = math.inf  # as atol: each contestant drops weights of its own
 
@@ -142,7 +142,7 @@ def _decode(
         partial(_ours(with_stats), q, k, v),
         contestants | ready,
         headwise.explain(q, k, v),
-        read_limit(k, v),
+        slowest(read_limit(k, v), matmul_limit(_attention_flops(q, k))),
         missing,
         # four roundings of an output of usual size: values of variance 1, weighted by exp of normal scores
         atol=max(ATOL, 4 * torch.finfo(dtype).eps * math.sqrt(math.e / tokens)),

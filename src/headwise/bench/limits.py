@@ -55,6 +55,11 @@ def read_limit(k: Tensor, v: Tensor) -> Limit:
     return Limit("reading K and V once", fastest(ways))
 
 
+def slowest(*limits: Limit) -> Limit:
+    """The limit that takes the most time on this machine: a case that is subject to all of them cannot be faster."""
+    return max(limits, key=lambda limit: limit.scale * _seconds(limit.run))
+
+
 def fastest(runs: Sequence[Contestant]) -> Contestant:
     """The one whose best of a few calls takes the least time."""
     return min(runs, key=_seconds)
