@@ -308,7 +308,7 @@ def test_compiled_calls_are_one_node(name):
         plain = torch.compile(lambda q, k, v: attend(q, k, v, **options), fullgraph=True, backend="aot_eager")
         assert plain(call.q, call.k, call.v).equal(want)
     tensors = [x.clone().requires_grad_() for x in (call.q, call.k, call.v)]
-    with forced(NATIVE[0]):  # with gradients, a graph of PyTorch's operators
+    with forced(NATIVE[0]):  # with gradients too, which are another node
         torch.autograd.grad(plain(*tensors).sum(), tensors)
 
 

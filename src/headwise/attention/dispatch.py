@@ -32,6 +32,8 @@ from .torch_modes import (
     without_autocast,
 )
 
+SEEDS = 1 << 62  # of dropout in compiled graphs
+
 # ---- the choice
 
 
@@ -50,7 +52,7 @@ def why_not_one_pass(q: Tensor, call: AttentionCall, extra: ExtraOutputs = NO_EX
     reason = backend.why_not(q, call, extra)
     if reason is not None:
         return reason
-    if call.dropout and (torch.compiler.is_compiling() or is_recording()):
+    if call.dropout and is_recording():
         return "a recorded graph draws its dropout anew in every run"
     if needs_gradient(call.visibility.slopes):
         return "the slopes require a gradient"
@@ -85,6 +87,8 @@ def draw_seed(q: Tensor, call: AttentionCall) -> AttentionCall:
         return replace(call, seed=recorded_seeds[-1])
     if not call.visibility.readable and why_not_one_pass(q, call) is not None:
         return call
+    if torch.compiler.is_compiling():  # as a part of the graph, which draws it in every run
+        return replace(call, seed=torch.randint(SEEDS, (), device="cpu"))
     return replace(call, seed=int(torch.empty((), dtype=torch.int64, device="cpu").random_()))
 
 
@@ -97,14 +101,11 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
         return operators.attend(q, k, v, call)
     call = draw_seed(q, call)
     if why_not_one_pass(q, call) is None:
-        compiling = torch.compiler.is_compiling()
-        learning = needs_gradient(q, k, v, call.sinks, call.gates, call.visibility.mask)
-        if is_observed() and not (compiling and learning):  # a compiler knows the gradients of PyTorch's own operators
+        if is_observed():
             return operators.attend(q, k, v, call)
-        if not learning:
+        if not needs_gradient(q, k, v, call.sinks, call.gates, call.visibility.mask):
             return one_pass_backend(call).run(q, k, v, call).out
-        if not compiling:
-            return apply_gates(OnePass.apply(q, k, v, call.sinks, call.visibility.mask, call, NO_EXTRA, []), call)
+        return apply_gates(OnePass.apply(q, k, v, call.sinks, call.visibility.mask, call, NO_EXTRA, []), call)
     return run_in_torch(q, k, v, call)
 
 
@@ -186,17 +187,27 @@ class OnePass(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, sinks, mask, out, lse = ctx.saved_tensors
         call: AttentionCall = ctx.call.with_tensors(mask, ctx.call.visibility.slopes, sinks, None)
-        if _has_kernel_backward(call, lse, grad_out, q, k, v, out):
-            backward = launch.backward if one_pass_backend(call) is launch else library.backward
-            computed = backward(grad_out, q, k, v, out, lse, call)
-            if computed is not None:
-                return *computed, None, None, None
-            large = True
+        if is_observed() and _is_first_derivative(grad_out) and one_pass_backend(call) is library:
+            of = operators.gradients(grad_out, q, k, v, out, lse, call)
         else:
-            with without_autocast(q):
-                large = not (blockwise.all_finite(out) and blockwise.max_magnitude(lse) < blockwise.LARGE)
-        of = composite.gradients(grad_out, q, k, v, call, large)
+            of = gradients(grad_out, q, k, v, out, lse, call)
         return of.q, of.k, of.v, of.sinks, of.mask, None, None, None
+
+
+def gradients(
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: AttentionCall
+) -> composite.Gradients:
+    """The gradients of a call without gates: by a one-pass kernel where it has them, else by PyTorch's operators."""
+    large = True
+    if not _has_kernel_backward(call, lse, grad_out, q, k, v, out):
+        with without_autocast(q):
+            large = not (blockwise.all_finite(out) and blockwise.max_magnitude(lse) < blockwise.LARGE)
+    else:
+        backward = launch.backward if one_pass_backend(call) is launch else library.backward
+        of = backward(grad_out, q, k, v, out, lse, call)
+        if of is not None:
+            return composite.Gradients(of.q, of.k, of.v, of.mask, None, of.sinks, None)
+    return composite.gradients(grad_out, q, k, v, call, large)
 
 
 def gradients_from_lse(
@@ -206,7 +217,7 @@ def gradients_from_lse(
 
     The output and the log-sum-exp may be over more keys than the call has: its part of the gradients is then given.
     """
-    if not _has_kernel_backward(call, lse, grad_out, q, k, v, out):
+    if is_observed() or not _has_kernel_backward(call, lse, grad_out, q, k, v, out):
         return None
     backward = launch.backward if one_pass_backend(call) is launch else library.backward
     computed = backward(grad_out, q, k, v, out, lse, call)
@@ -214,8 +225,8 @@ def gradients_from_lse(
 
 
 def _has_kernel_backward(call: AttentionCall, lse: Tensor, grad_out: Tensor, q: Tensor, *others: Tensor) -> bool:
-    """Whether a one-pass kernel computes this call's gradients. It has no second derivatives."""
-    if torch.is_grad_enabled() or is_observed() or not torch._C._has_storage(grad_out):  # a batch of them has none
+    """Whether a one-pass kernel computes this call's gradients."""
+    if not _is_first_derivative(grad_out):
         return False
     # hooks on saved tensors may have changed their dtypes and devices
     if lse.dtype != torch.float32 or any(x.dtype != q.dtype for x in (grad_out, *others)):
@@ -223,6 +234,11 @@ def _has_kernel_backward(call: AttentionCall, lse: Tensor, grad_out: Tensor, q: 
     if one_pass_backend(call) is launch:
         return launch.why_not_backward(q, call, lse, grad_out, *others) is None
     return is_readable(lse, grad_out, q, *others) and library.why_not(q, call) is None
+
+
+def _is_first_derivative(grad_out: Tensor) -> bool:
+    """Whether single gradients are wanted: kernels have no second derivatives, and a batch of gradients no storage."""
+    return not torch.is_grad_enabled() and torch._C._has_storage(grad_out)
 
 
 # ---- head_stats
@@ -235,9 +251,9 @@ def head_stats(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, request: St
         return operators.head_stats(q, k, v, call, request)
     extra = ExtraOutputs(stats=request)
     call = draw_seed(q, call)
-    if why_not_one_pass(q, call, extra) is None and not (learning and is_observed()):
+    if why_not_one_pass(q, call, extra) is None:
         backend = one_pass_backend(call)
-        if is_observed() and backend is library:
+        if is_observed():
             return operators.head_stats(q, k, v, call, request)
         if not learning:
             return _with_stats(backend.run(q, k, v, call, extra))

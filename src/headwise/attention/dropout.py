@@ -10,8 +10,8 @@ number n = j % 128 // 16 of their eight halves, the lower half of each word firs
 `threshold(rate)`. So 16 neighbouring keys take the same half of 16 neighbouring counters, which suits vectors, and
 forward and backward passes find the same numbers in any order, blocking and number of threads.
 
-The reference, the native and the Triton kernel and PyTorch by blocks of rows share this generator; PyTorch's fused
-kernels and compiled graphs draw their own numbers.
+The reference, the native and the Triton kernel and PyTorch by blocks of rows share this generator. A graph compiled for
+the native kernel draws a seed for it in every run. PyTorch's fused kernels and other graphs draw their own numbers.
 """
 
 from __future__ import annotations

@@ -1,12 +1,15 @@
-"""Attention as one PyTorch operator: graphs, tracers, counters and profilers see one node and its shapes.
+"""Attention as PyTorch operators: graphs, tracers, counters and profilers see one node and its shapes.
 
-Where nothing records, backends are called directly, which has several times less overhead. The operator dispatches
-like any call and has gradients, so that a recorded call serves every input. Operators take flat arguments and no
-`int | Tensor`, so offset, start and end are passed twice: as a number, and as a tensor that replaces it where given.
+Where nothing records, backends are called directly, which has several times less overhead. `headwise::attend`
+dispatches like any call and has gradients, so that a recorded call serves every input. In compiled and profiled
+training it also returns each row's log-sum-exp, from which `headwise::attend_gradients` computes the gradients.
+Operators take flat arguments and no `int | Tensor`, so offset, start and end are passed twice: as a number, and as a
+tensor that replaces it where given.
 """
 
 from __future__ import annotations
 
+import math
 import sys
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -15,19 +18,25 @@ import torch
 from torch import Tensor
 
 from . import dispatch
-from .backends.composite import gradients
+from .backends import composite
 from .backends.native import library
+from .backends.protocol import ExtraOutputs, apply_gates
 from .call import AttentionCall, StatsRequest, build_call, build_request
 from .options import Band, KeepFirst, Window
 from .stats import COLUMNS, SHARE, HeadStats
 from .torch_internals import dispatch_modes
+from .torch_modes import needs_gradient
 
-SCHEMA = (
-    "(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? offsets, Tensor? starts, Tensor? ends, Tensor? slopes, "
-    "Tensor? sinks, Tensor? gates, Tensor? queries, Tensor? classes, SymInt left, SymInt right, int keep_first, "
-    "int[] windows, bool causal, SymInt offset, SymInt start, SymInt end, float scale, float softcap, float dropout, "
-    "int seed, bool stats) "
-    "-> (Tensor, Tensor)"
+ARGUMENTS = (
+    "Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? offsets, Tensor? starts, Tensor? ends, Tensor? slopes, "
+    "Tensor? sinks, Tensor? gates, Tensor? queries, Tensor? classes, Tensor? seed, SymInt left, SymInt right, "
+    "int keep_first, int[] windows, bool causal, SymInt offset, SymInt start, SymInt end, float scale, float softcap, "
+    "float dropout, bool stats, bool lse"
+)
+SCHEMA = f"({ARGUMENTS}) -> (Tensor, Tensor, Tensor)"
+GRADIENTS_SCHEMA = (
+    f"(Tensor grad_out, Tensor out, Tensor row_lse, bool of_mask, bool of_sinks, {ARGUMENTS}) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 ALIGNED = -(1 << 62)  # as offset: Tk - Tq, whatever they are
 ALL = -1  # as end: all keys, however many
@@ -49,6 +58,7 @@ class Arguments(NamedTuple):
     gates: Tensor | None
     queries: Tensor | None
     classes: Tensor | None  # (B, classes, Tk) of zeros and ones
+    seed: Tensor | None  # of dropout, () int64: a compiled graph draws it anew in every run
     left: int  # -1: open
     right: int
     keep_first: int
@@ -60,8 +70,8 @@ class Arguments(NamedTuple):
     scale: float
     softcap: float  # 0: none
     dropout: float
-    seed: int  # of dropout
     stats: bool
+    lse: bool  # whether each row's log-sum-exp is wanted, for gradients; the call then has no gates
 
     def call(self) -> AttentionCall:
         """The call, validated again: a recorded graph may run on other sizes than it was recorded with."""
@@ -90,7 +100,7 @@ class Arguments(NamedTuple):
             gates=self.gates,
             dropout=self.dropout,
         )
-        return replace(call, seed=self.seed) if self.dropout else call
+        return call if self.seed is None else replace(call, seed=int(self.seed))
 
     def _windows(self) -> tuple[Window, KeepFirst]:
         """window and keep_first, of all heads or of each."""
@@ -110,36 +120,44 @@ def _open_sides(left: int, right: int) -> Band:
     return None if left < 0 else left, None if right < 0 else right
 
 
-def _attend(*arguments: Any) -> tuple[Tensor, Tensor]:
-    """The output (B, H, Tq, Dv) and, if stats, the sums (COLUMNS and classes, B, H)."""
+def _attend(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """The output (B, H, Tq, Dv); if stats, the sums (COLUMNS and classes, B, H); if lse, log-sum-exps (B, H, Tq)."""
     x = Arguments(*arguments)
     with torch.no_grad():
         call = x.call()
-        return _with_stats(x, call) if x.stats else (_output(x, call), _no_sums(x.q))
+        out, sums, lse = _with_stats(x, call) if x.stats else _output(x, call)
+        return out, _no_sums(x.q) if sums is None else sums, _lse_like(x.q, x.lse) if lse is None else lse
 
 
-def _output(x: Arguments, call: AttentionCall) -> Tensor:
+def _output(x: Arguments, call: AttentionCall) -> tuple[Tensor, None, Tensor | None]:
     if dispatch.why_not_one_pass(x.q, call) is None:
-        return dispatch.one_pass_backend(call).run(x.q, x.k, x.v, call).out
-    return _contiguous_tokens(dispatch.run_in_torch(x.q, x.k, x.v, call))
+        outputs = dispatch.one_pass_backend(call).run(x.q, x.k, x.v, call, ExtraOutputs(lse=x.lse))
+        return outputs.out, None, outputs.lse
+    return _contiguous_tokens(dispatch.run_in_torch(x.q, x.k, x.v, call)), None, None
 
 
-def _with_stats(x: Arguments, call: AttentionCall) -> tuple[Tensor, Tensor]:
-    """The output, and all columns of sums: "sink" and positional ones, too, whether they apply or not."""
+def _with_stats(x: Arguments, call: AttentionCall) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The output, all columns of sums ("sink" and positional ones, too, whether they apply or not), and the lse."""
     request = x.request(call)
     if dispatch.one_pass_backend(call) is library and dispatch.why_not_one_pass(x.q, call) is None:
         sums = x.q.new_empty(_column_count(x.classes, True), *x.q.shape[:2], dtype=torch.float64)
-        return library.run_into(x.q, x.k, x.v, call, request, sums), sums
+        lse = _lse_like(x.q, True) if x.lse else None
+        return library.run_into(x.q, x.k, x.v, call, request, sums, lse), sums, lse
     out, stats = dispatch.run_in_torch_with_stats(x.q, x.k, x.v, call, request)
     if call.dropout:
         out = dispatch.run_in_torch(x.q, x.k, x.v, call)
     named = {"sink": torch.zeros_like(stats.count), **stats.sums, **stats.maxima, "count": stats.count}
     sums = torch.stack([named[name] for name in (*COLUMNS, *(SHARE + name for name in request.classes))])
-    return _contiguous_tokens(out), sums.double()
+    return _contiguous_tokens(out), sums.double(), None
 
 
 def _no_sums(q: Tensor) -> Tensor:
     return q.new_empty(0, *q.shape[:2], dtype=torch.float64)
+
+
+def _lse_like(q: Tensor, wanted: bool) -> Tensor:
+    """Log-sum-exps of no rows, or of all, which are not known: NaN."""
+    return q.new_full((*q.shape[:2], q.shape[2] if wanted else 0), torch.nan, dtype=torch.float32)
 
 
 def _contiguous_tokens(out: Tensor) -> Tensor:
@@ -155,30 +173,82 @@ _operator = torch.library.custom_op("headwise::attend", _attend, mutates_args=()
 
 
 @_operator.register_fake
-def _shapes(q: Tensor, k: Tensor, v: Tensor, *others: Tensor | None, **keywords: bool) -> tuple[Tensor, Tensor]:
-    batch, heads, queries, _ = q.shape
-    stats = keywords["stats"] if keywords else bool(others[-1])
-    classes = others[Arguments._fields.index("classes") - 3]
-    out = q.new_empty(batch, queries, heads, v.shape[3]).transpose(1, 2)
-    return out, q.new_empty(_column_count(classes, stats), batch, heads, dtype=torch.float64)
+def _shapes(*arguments: Any, **keywords: Any) -> tuple[Tensor, Tensor, Tensor]:
+    x = Arguments(*arguments, **keywords)
+    batch, heads, queries, _ = x.q.shape
+    out = x.q.new_empty(batch, queries, heads, x.v.shape[3]).transpose(1, 2)
+    sums = x.q.new_empty(_column_count(x.classes, x.stats), batch, heads, dtype=torch.float64)
+    return out, sums, x.q.new_empty(batch, heads, queries if x.lse else 0, dtype=torch.float32)
 
 
-def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     tensors = [x if isinstance(x, Tensor) else None for x in inputs]
-    ctx.save_for_backward(*tensors)
+    out, _, lse = output
+    ctx.save_for_backward(*tensors, *((out, lse) if Arguments(*inputs).lse else (None, None)))
     ctx.numbers = [None if isinstance(x, Tensor) else x for x in inputs]
 
 
-def _backward(ctx: Any, grad_out: Tensor, grad_sums: Tensor | None) -> tuple[Tensor | None, ...]:
-    """The gradients of every tensor that requires one. The sums carry none."""
-    saved = zip(ctx.saved_tensors, ctx.numbers, strict=True)
+def _backward(ctx: Any, grad_out: Tensor, *others: Tensor | None) -> tuple[Tensor | None, ...]:
+    """The gradients of every tensor that requires one. Only the output carries any."""
+    *tensors, out, lse = ctx.saved_tensors
+    saved = zip(tensors, ctx.numbers, strict=True)
     x = Arguments(*(tensor if number is None else number for tensor, number in saved))
-    of = gradients(grad_out, x.q, x.k, x.v, x.call())
-    tensors = of.q, of.k, of.v, of.mask, None, None, None, of.slopes, of.sinks, of.gates
-    return *tensors, *(None for _ in x[len(tensors) :])
+    if lse is None or torch.is_grad_enabled():  # the kernel has no second derivatives
+        of = composite.gradients(grad_out, x.q, x.k, x.v, x.call())
+    else:
+        required = dict(zip(Arguments._fields, ctx.needs_input_grad, strict=True))
+        of = _call_gradients(grad_out, out, lse, x, required["mask"], required["sinks"])
+    gradients = of.q, of.k, of.v, of.mask, None, None, None, of.slopes, of.sinks, of.gates
+    return *gradients, *(None for _ in x[len(gradients) :])
 
 
 _operator.register_autograd(_backward, setup_context=_save_inputs)
+
+
+def _attend_gradients(
+    grad_out: Tensor, out: Tensor, lse: Tensor, of_mask: bool, of_sinks: bool, *arguments: Any
+) -> tuple[Tensor, ...]:
+    """The gradients of q, k, v (each (B, H, T, D)), and of the mask and the sinks where they are wanted."""
+    x = Arguments(*arguments)
+    with torch.no_grad():
+        call = x.call()
+        q, k, v = (tensor.detach().requires_grad_() for tensor in (x.q, x.k, x.v))
+        mask, sinks = _detach(call.visibility.mask, of_mask), _detach(call.sinks, of_sinks)
+        call = call.with_tensors(mask, call.visibility.slopes, sinks, None)
+        of = dispatch.gradients(grad_out, q, k, v, out, lse, call)
+        assert of.q is not None and of.k is not None and of.v is not None  # they require gradients
+        heads = (_contiguous_tokens(gradient) for gradient in (of.q, of.k, of.v))
+        return *heads, *(
+            q.new_empty(0) if gradient is None else gradient.contiguous() for gradient in (of.mask, of.sinks)
+        )
+
+
+def _detach(x: Tensor | None, requires_grad: bool) -> Tensor | None:
+    return None if x is None else x.detach().requires_grad_(requires_grad)
+
+
+_gradients_operator = torch.library.custom_op(
+    "headwise::attend_gradients", _attend_gradients, mutates_args=(), schema=GRADIENTS_SCHEMA
+)
+
+
+@_gradients_operator.register_fake
+def _gradient_shapes(
+    grad_out: Tensor, out: Tensor, row_lse: Tensor, of_mask: bool, of_sinks: bool, *arguments: Any, **keywords: Any
+) -> tuple[Tensor, ...]:
+    x = Arguments(*arguments, **keywords)
+    heads = (tensor.new_empty(tensor.transpose(1, 2).shape).transpose(1, 2) for tensor in (x.q, x.k, x.v))
+    others = ((x.mask, of_mask), (x.sinks, of_sinks))
+    return *heads, *(x.q.new_empty(0) if y is None or not wanted else y.new_empty(y.shape) for y, wanted in others)
+
+
+def _call_gradients(
+    grad_out: Tensor, out: Tensor, lse: Tensor, x: Arguments, of_mask: bool, of_sinks: bool
+) -> composite.Gradients:
+    """Pass a backward call to its operator."""
+    count_operations()
+    of_q, of_k, of_v, mask, sinks = _gradients_operator(grad_out, out, lse, of_mask, of_sinks, *x)
+    return composite.Gradients(of_q, of_k, of_v, mask if of_mask else None, None, sinks if of_sinks else None, None)
 
 
 def count_operations() -> None:
@@ -189,14 +259,25 @@ def count_operations() -> None:
     flops = sys.modules.get("torch.utils.flop_counter")
     if flops is None:
         return
-    operator = torch.ops.headwise.attend
-    if operator not in flops.flop_registry:
-        formula = flops.register_flop_formula(operator)
-        formula(lambda q, k, v, *others, out_shape=None, **keywords: flops.sdpa_flop_count(q, k, v))
-    for mode in dispatch_modes():
-        formulas = getattr(getattr(mode, "counter", None), "flop_registry", None)
-        if isinstance(formulas, dict):
-            formulas.setdefault(operator, flops.flop_registry[operator])
+    operators = {
+        torch.ops.headwise.attend: lambda q, k, v, *others, **keywords: flops.sdpa_flop_count(q, k, v),
+        torch.ops.headwise.attend_gradients: _gradient_operations,
+    }
+    for operator, count in operators.items():
+        if operator not in flops.flop_registry:
+            flops.register_flop_formula(operator)(count)
+        for mode in dispatch_modes():
+            formulas = getattr(getattr(mode, "counter", None), "flop_registry", None)
+            if isinstance(formulas, dict):
+                formulas.setdefault(operator, flops.flop_registry[operator])
+
+
+def _gradient_operations(
+    grad_out: Any, out: Any, lse: Any, of_mask: bool, of_sinks: bool, *shapes: Any, **_: Any
+) -> int:
+    """Floating-point operations of a backward call: five products over all pairs, of which three are as wide as q."""
+    q, k, v = shapes[:3]
+    return int(2 * math.prod(q[:3]) * k[2] * (3 * q[3] + 2 * v[3]))
 
 
 def why_not(request: StatsRequest) -> str | None:
@@ -209,23 +290,48 @@ def why_not(request: StatsRequest) -> str | None:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
-    """The output (B, H, Tq, Dv), as one node of a graph."""
-    return _call_operator(q, k, v, call, None)[0]
+    """The output (B, H, Tq, Dv), as one node of a graph; where gradients are wanted, gates are nodes of their own."""
+    return _output_and_sums(q, k, v, call, None)[0]
 
 
 def head_stats(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, request: StatsRequest) -> tuple[Tensor, HeadStats]:
     """The output and the statistics, as one node of a graph. Only the output carries gradients."""
-    out, sums = _call_operator(q, k, v, call, request)
+    out, sums = _output_and_sums(q, k, v, call, request)
     has_sinks, names = call.sinks is not None, list(request.classes)
     return out, HeadStats.from_columns(sums.detach().unbind(), names, cross=request.cross, sinks=has_sinks)
 
 
-def _call_operator(
+def _output_and_sums(
     q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, request: StatsRequest | None
 ) -> tuple[Tensor, Tensor]:
-    """Pass a call as the operator's flat arguments."""
+    learning = needs_gradient(q, k, v, call.visibility.mask, call.sinks, call.gates)
+    if not learning or dispatch.why_not_one_pass(q, call) is not None:
+        return _call_operator(q, k, v, call, request)[:2]
+    out, sums, _ = _call_operator(q, k, v, replace(call, gates=None), request, lse=True)
+    return apply_gates(out, call), sums
+
+
+def _call_operator(
+    q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, request: StatsRequest | None, lse: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
     if not torch.compiler.is_compiling():
         count_operations()
+    return _operator(*_flatten(q, k, v, call, request, lse))  # type: ignore[no-any-return, unused-ignore]
+
+
+def gradients(
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: AttentionCall
+) -> composite.Gradients:
+    """The gradients of a call without gates, as one node of a graph."""
+    mask, sinks = call.visibility.mask, call.sinks
+    of_mask, of_sinks = mask is not None and mask.requires_grad, sinks is not None and sinks.requires_grad
+    return _call_gradients(grad_out, out, lse, _flatten(q, k, v, call, None, True), of_mask, of_sinks)
+
+
+def _flatten(
+    q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, request: StatsRequest | None, lse: bool
+) -> Arguments:
+    """A call as the operators' arguments."""
     visibility = call.visibility
     offset = ALIGNED if visibility.aligned else visibility.offset
     start: int | Tensor = visibility.start
@@ -234,7 +340,7 @@ def _call_operator(
     end: int | Tensor = visibility.end
     if end is call.size.keys or (not isinstance(end, Tensor) and end == call.size.keys):
         end = ALL
-    arguments = Arguments(
+    return Arguments(
         q,
         k,
         v,
@@ -247,6 +353,7 @@ def _call_operator(
         gates=call.gates,
         queries=None if request is None else request.queries,
         classes=None if request is None else request.stacked_classes(),
+        seed=_seed(call),
         left=-1 if visibility.left is None else visibility.left,
         right=-1 if visibility.right is None else visibility.right,
         keep_first=visibility.keep_first,
@@ -258,7 +365,13 @@ def _call_operator(
         scale=call.scale,
         softcap=call.softcap or 0.0,
         dropout=call.dropout,
-        seed=call.seed or 0,
         stats=request is not None,
+        lse=lse,
     )
-    return _operator(*arguments)  # type: ignore[no-any-return, unused-ignore]
+
+
+def _seed(call: AttentionCall) -> Tensor | None:
+    """The seed of dropout as a tensor."""
+    if call.seed is None or isinstance(call.seed, Tensor):
+        return call.seed
+    return torch.tensor(call.seed, dtype=torch.int64, device="cpu")
