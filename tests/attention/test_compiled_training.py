@@ -157,6 +157,26 @@ def test_statistics_in_a_compiled_training_step_come_with_the_output() -> None:
         )
 
 
+TRANSFORMS = {
+    "grad": lambda loss: torch.func.grad(loss),
+    "vmap": lambda loss: torch.func.vmap(loss),
+    "per-sample gradients": lambda loss: torch.func.vmap(torch.func.grad(loss)),
+    "jacrev": lambda loss: torch.func.jacrev(loss),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_transforms_of_torch_func_inside_compiled_code(name: str) -> None:
+    q, k, v = (x.detach() for x in leaves())
+    run = TRANSFORMS[name](lambda x: attend(x[None], k[:1], v[:1], causal=True).square().sum())
+    argument = q[0] if name in ("grad", "jacrev") else q
+    k, v = k.double(), v.double()
+    want = run(argument.double())
+    k, v = k.float(), v.float()
+    got = torch.compile(run, fullgraph=True, backend="aot_eager")(argument)
+    torch.testing.assert_close(got.double(), want, rtol=0, atol=100 * UNIT * float(want.abs().max()))
+
+
 def test_profiled_training_uses_the_kernel_and_shows_it() -> None:
     tensors = leaves()
     with native_only():

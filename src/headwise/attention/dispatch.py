@@ -46,7 +46,7 @@ def why_not_one_pass(q: Tensor, call: AttentionCall, extra: ExtraOutputs = NO_EX
     """Why PyTorch computes this call instead of a one-pass kernel, or None."""
     if in_forward_mode():
         return "forward-mode derivatives go through PyTorch's own operators"
-    if not torch.compiler.is_compiling() and in_transform():
+    if in_transform():
         return "torch.func transforms PyTorch's own operators"
     backend = one_pass_backend(call)
     reason = backend.why_not(q, call, extra)

@@ -48,8 +48,9 @@ def in_forward_mode() -> bool:
     return forward_ad._current_level >= 0
 
 
+@torch.compiler.assume_constant_result  # a graph is compiled for the transforms that it is traced in
 def in_transform() -> bool:
-    """Whether a transform of torch.func (grad, vmap, jvp ...) is active. Not for compiled code."""
+    """Whether a transform of torch.func (grad, vmap, jvp ...) is active."""
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
