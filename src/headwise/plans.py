@@ -37,7 +37,7 @@ class Plan:
         layers: every attention layer of the model that the plan is for: (kind, layer, query heads, KV heads).
         score: what ranked the heads.
         budget: what `keep` counts: "heads", "parameters" or "cache".
-        keep: the share that is kept, or one share per kind of attention.
+        keep: the share to keep, or one share per kind of attention.
         notes: what else to know about the choice.
 
     Example:
@@ -70,7 +70,7 @@ class Plan:
         _check_layers(self.layers, layers, model)
 
     def diff(self, other: Plan) -> str:
-        """Which heads only one of two plans removes, in words."""
+        """The heads that only one of two plans removes, as text."""
         return _diff_heads(self.heads, other.heads)
 
     def to_json(self) -> dict[str, Any]:
@@ -135,14 +135,14 @@ class StreamLayer(NamedTuple):
 
 @dataclass(frozen=True)
 class StreamPlan:
-    """The KV heads that stream: they keep the first and the most recent keys, the others keep all.
+    """The KV heads that stream: they keep the first and the most recent keys; all other heads keep all keys.
 
     Args:
         heads: the KV heads that stream, by layer: {layer: [heads]}, or {(kind, layer): [heads]} for a model with
             several kinds of attention.
         layers: every attention layer of the model that has a cache.
-        window: the most recent keys that a streaming head sees, the query's own included.
-        keep_first: the first keys of the sequence, which it sees as well.
+        window: the number of most recent keys that a streaming head sees, the query's own included.
+        keep_first: the number of first keys of the sequence, which it sees as well.
         score: what ranked the heads.
         notes: what else to know about the choice.
 
@@ -212,7 +212,7 @@ class StreamPlan:
         return self.cache_bytes(length) / whole if whole else 1.0
 
     def diff(self, other: StreamPlan) -> str:
-        """In what two plans differ, in words: window, first keys, and the KV heads that only one of them streams."""
+        """The differences of two plans, as text: window, first keys, and the KV heads that only one of them streams."""
         lines = [
             f"{name}: {ours} -> {theirs}"
             for name, ours, theirs in (

@@ -26,7 +26,7 @@ class LogitDifference:
         answers: one token for all prompts or one per prompt, as ids or as strings that are one token each, their
             leading space included (" Mary").
         others: the same for the token to compare with; None for the answer's logit alone.
-        tokenizer: for strings; functions that are given a tokenizer use theirs.
+        tokenizer: needed for strings; functions with a tokenizer argument use that one instead.
 
     Example:
         >>> metric = headwise.LogitDifference(" Mary", " John", tokenizer=headwise.tokenizer("smollm2"))
