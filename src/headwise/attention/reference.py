@@ -12,7 +12,7 @@ and multiplies them by W_O. Everything here is float64 and written for clarity.
 Scores of finite queries and keys stay finite: one beyond 1e307 in magnitude counts as 1e307, so that each row has a
 maximum to subtract. Backends that compute in float32 clip at 1e38: several scores beyond it share the weight there,
 while here the largest of them has all of it. In compiled graphs, under torch.func and on other devices PyTorch's own
-operators decide, and an overflow is NaN. Infinities and NaN in the input are never hidden.
+operators compute the scores, and an overflow is NaN. Infinities and NaN in the input are never hidden.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ class Attention(NamedTuple):
 
 @dataclass(frozen=True)
 class Counts:
-    """Parameters by purpose. `active`: those that one token uses, all but the experts it is not routed to."""
+    """Parameters by purpose. `active`: those that one token uses, without the experts it is not routed to."""
 
     attention: int = 0
     ffn: int = 0

@@ -72,17 +72,17 @@ class LayerSums:
 class ContextNeed:
     """What every KV head loses in every window, measured by `headwise.context_need`.
 
-    Two of them for the same model, windows and first keys add up: `need + other` is that of both corpora.
+    Results for the same model, windows and first keys can be added: `need + other` is the need over both corpora.
 
     Attributes:
         layers: the attention layers with a cache, in the model's order.
         windows: the windows that were measured.
         keep_first: the first keys of a sequence that stay visible.
-        tokens: (N,), the tokens of each sequence that count.
+        tokens: (N,), the number of counted tokens per sequence.
         sums: for each layer the sums over the tokens of each sequence.
-        losses: (N,), the loss of each sequence with full attention; None where no change of it was measured.
-        loss_method: "exact" where the model ran with each KV head streaming, "gradient" where the change of the loss is
-            an estimate of first order.
+        losses: (N,), the loss of each sequence with full attention; None if no change of the loss was measured.
+        loss_method: "exact" if the model ran with each KV head streaming, "gradient" if the change of the loss is a
+            first-order estimate.
 
     Example:
         >>> need = headwise.context_need(model, batches)
@@ -220,7 +220,7 @@ class ContextNeed:
 
     @classmethod
     def from_json(cls, document: Any) -> ContextNeed:
-        """What `to_json` gave; a CheckpointError of one line where something in it is not as it should be."""
+        """Restore the result of `to_json`; raises a one-line CheckpointError if the document is not valid."""
         try:
             return cls._read(document)
         except (ValueError, KeyError) as error:

@@ -242,7 +242,7 @@ class TrainingLog:
         raise HeadwiseError(f"step {step} was not recorded; the nearest step that was is step={near}")
 
     def table(self, name: str, kind: str | None = None, step: int | None = None) -> np.ndarray:
-        """(layers, heads) of one statistic in one step; NaN where there is none."""
+        """(layers, heads): one statistic in one step; NaN if it was not recorded."""
         if name not in STATISTICS:
             raise HeadwiseError(f"no statistic {name!r}; there are {', '.join(STATISTICS)}")
         return head_values(self.entry(step), name, self.layers(kind))

@@ -60,13 +60,13 @@ def context_parallel_attend(
 ) -> Tensor:
     """headwise.attend over a sequence whose tokens are split over ranks. All ranks must call it.
 
-    Gradients of q, k and v are exact. Those of sinks and gates are of this rank's queries only; sum them over the ranks
-    as those of weights (`sum_gradients`).
+    Gradients of q, k and v are exact. Gradients of sinks and gates are those of this rank's queries only; sum them over
+    the ranks like those of weights (`sum_gradients`).
 
     Args:
-        q: (B, Hq, tokens here, D), this rank's tokens of the whole sequence, as `shard_sequence` gives them.
+        q: (B, Hq, tokens here, D), this rank's tokens of the whole sequence, as returned by `shard_sequence`.
         k, v: (B, Hkv, tokens here, D) and (B, Hkv, tokens here, Dv).
-        mesh: of the ranks; all by default.
+        mesh: the device mesh of the ranks; all ranks by default.
         timeout: seconds that a rank waits for the others, in forward and in backward; that of their group by default.
         options: the same on all ranks:
             causal, window, scale, softcap, sinks, gates: as in headwise.attend.
@@ -78,8 +78,8 @@ def context_parallel_attend(
         (B, Hq, tokens here, Dv).
 
     Raises:
-        ShapeError: on all ranks, where the tokens are not split as the plan splits them.
-        RankError: where ranks differ in their options, or one of them does not take part.
+        ShapeError: on all ranks, if the tokens are not split as the plan splits them.
+        RankError: if ranks differ in their options, or one of them does not take part.
 
     Example:
         >>> q, k, v = (headwise.scale.shard_sequence(x, 2) for x in (q, k, v))

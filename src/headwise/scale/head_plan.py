@@ -39,7 +39,7 @@ class Share:
 
 @dataclass(frozen=True)
 class HeadPlan:
-    """One attention layer over ranks, split between heads, which are independent until W_O.
+    """One attention layer over ranks, split by heads, which are independent up to W_O.
 
     Args:
         heads: of the whole layer.

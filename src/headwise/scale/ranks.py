@@ -50,7 +50,7 @@ simulated_numbers: ContextVar[Sequence[int] | None] = ContextVar("headwise_simul
 
 @dataclass(frozen=True)
 class Ranks:
-    """The processes of one group, and which of them this is. One process without torch.distributed is a group too.
+    """The processes of one group, and this process's rank. One process without torch.distributed is a group too.
 
     Args:
         rank: of this process in the group.
@@ -99,10 +99,10 @@ class Ranks:
 
         Args:
             activity: what the ranks agree about, for the error message.
-            description: of what this rank is about to do; where it is a function, an error that it raises reaches all
-                ranks.
-            values: floating-point tensors that must be the same on all ranks, to rounding.
-            number: a number of this rank's own that all ranks get.
+            description: a description of what this rank is about to do; if it is a function, an error that it raises is
+                raised on all ranks.
+            values: floating-point tensors that must be the same on all ranks, up to rounding.
+            number: a number of this rank that is sent to all ranks.
 
         Returns:
             Every rank's `number`.
@@ -225,7 +225,7 @@ class Ranks:
 
     @contextmanager
     def transport_errors(self, activity: str) -> Iterator[None]:
-        """Around communication only: an error of the transport becomes a RankError, on all ranks at once."""
+        """Context for communication only: a transport error becomes a RankError, on all ranks at once."""
         try:
             yield
         except (RuntimeError, dist.DistError) as error:
@@ -267,7 +267,7 @@ class Ranks:
 
     @contextmanager
     def share_failures(self, activity: str) -> Iterator[None]:
-        """Around what ranks do between an agreement and their last collective: a rank that fails tells the others."""
+        """Context for the work between an agreement and the last collective: a rank that fails notifies the others."""
         try:
             yield
         except RankError:  # the others have it too
@@ -277,7 +277,7 @@ class Ranks:
             raise
 
     def report_failure(self, activity: str, error: BaseException) -> None:
-        """Tell the other ranks that this one failed after an agreement, unless all of them failed in the same call."""
+        """Notify the other ranks that this one failed after an agreement, unless all failed in the same call."""
         if self.count == 1 or not dist.is_initialized():
             return
         name, message = self.group.group_name, f"rank {self.rank} failed at {activity}: {_one_line(error)}"

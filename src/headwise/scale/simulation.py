@@ -45,7 +45,7 @@ class Bytes:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedRank:
-    """One layer of a model on one rank, split in one way: what was counted, and what the cost model says."""
+    """One layer of a model on one rank, split in one way: counted bytes, and the prediction of the cost model."""
 
     way: str  # as in `Cost`
     rank: int
@@ -55,7 +55,7 @@ class SimulatedRank:
 
     @property
     def exact(self) -> bool:
-        """Whether the cost model has every byte."""
+        """Whether the cost model predicts every byte."""
         return self.counted == self.formula
 
     def to_json(self) -> dict[str, Any]:
@@ -72,9 +72,9 @@ def simulate(
     simulated: Iterable[int] | None = None,
     ways: Iterable[str] = ("heads", "sequence", "weights"),
 ) -> list[SimulatedRank]:
-    """Run one layer of a decoder, forward and backward, as some of so many ranks, and count the bytes that each sends.
+    """Run one layer of a decoder, forward and backward, as some of the ranks, and count the bytes that each sends.
 
-    It takes no cluster: one process is one rank after another, the others exist only in numbers.
+    This needs no cluster: one process acts as one rank after another; the other ranks are only simulated.
 
     Args:
         model: a famous name ("llama2-70b"), or the config of a model that `headwise.Decoder` can build.

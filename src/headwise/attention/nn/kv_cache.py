@@ -317,7 +317,7 @@ class MemoryCache(KVCache):
 
 
 def check_indices(indices: Tensor, batch: int | None) -> None:
-    """Refuse indices that are not sequence numbers of a cache with `count` sequences; None if it is empty."""
+    """Refuse indices that are not sequence numbers of a cache with `batch` sequences (None for an empty cache)."""
     if not isinstance(indices, Tensor) or indices.dim() != 1 or indices.dtype not in (torch.int64, torch.int32):
         got = f"{indices.dtype} {tuple(indices.shape)}" if isinstance(indices, Tensor) else repr(indices)
         raise CacheError(f"indices must be a tensor (B,) of whole numbers, got {got}; use torch.tensor([...])")

@@ -55,14 +55,14 @@ def watch(
 ) -> Watch:
     """Inside `with`, record what every head of a model does; the model runs as before and its output does not change.
 
-    Where the model's own attention function runs, its output is the same to the bit. Long inputs get output and
-    statistics from one pass over the scores, equal up to rounding; exact=True prevents that. PyTorch's fused inference
-    path for nn.TransformerEncoder, which calls no attention module, is off meanwhile.
+    If the model's own attention function runs, its output is bit-identical. On long inputs one pass over the scores
+    computes both output and statistics, equal up to rounding; exact=True prevents this. PyTorch's fused inference path
+    for nn.TransformerEncoder, which calls no attention module, is disabled inside the block.
 
     Args:
         model: any PyTorch model, also compiled or wrapped (DDP, FSDP, PEFT, a pipeline, a SentenceTransformer).
-            Attention that no class declares is seen in the functions that the model calls, and can be chosen by layer
-            once the model has run.
+            Attention that no class declares is recognised from the functions that the model calls, and can be selected
+            by layer after the model has run once.
         weights: layers whose attention weights to keep: True for all, a layer, several layers, or {layer: heads}. A
             layer is its number, (kind, number) or its module's path.
         outputs: layers whose heads' outputs before W_O to keep, in the same form.
@@ -70,17 +70,17 @@ def watch(
         links: how many of the strongest keys of every query to keep.
         classes: {name: (B, T) bool}: keys whose share of the weight to measure, as `layer.stats.share(name)`; with
             several kinds of attention {kind: {name: ...}}.
-        exact: whether the model's own attention function must give the output.
-        stats: False leaves the statistics out.
-        each: a function (layer, reading, real), called after every attention call with what was recorded of the layer
-            so far, the call itself (it gives any row of weights while its tensors live), and which queries (B, Tq)
-            are tokens, None for all.
+        exact: whether the model's own attention function must compute the output.
+        stats: False omits the statistics.
+        each: a function (layer, reading, real), called after every attention call with the layer's record so far, the
+            call itself (which can compute any row of weights while its tensors are alive), and a mask (B, Tq) of the
+            queries that are real tokens, None for all.
 
     Returns:
         A context manager whose `layers` are the layers that were called.
 
     Raises:
-        UnsupportedError: for a model with attention that cannot be seen exactly.
+        UnsupportedError: for a model with attention that cannot be observed exactly.
         HeadwiseError: for layers, heads or rows that the model does not have.
 
     Example:
