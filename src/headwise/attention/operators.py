@@ -1,8 +1,8 @@
 """Attention as one PyTorch operator: graphs, tracers, counters and profilers see one node and its shapes.
 
-Where nothing records, backends are called directly, which has several times less overhead. The operator dispatches
-like any call and has gradients, so that a recorded call serves every input. Operators take flat arguments and no
-`int | Tensor`, so offset, start and end are passed twice: as a number, and as a tensor that replaces it where given.
+If nothing is recording, backends are called directly, which has several times less overhead. The operator dispatches
+like any call and has gradients, so a recorded call works for every input. Operators take flat arguments and no `int |
+Tensor`, so offset, start and end are passed twice: as a number, and as a tensor that replaces it where given.
 """
 
 from __future__ import annotations

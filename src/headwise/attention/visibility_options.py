@@ -1,4 +1,4 @@
-"""The options that say which queries may attend to which keys: checked, and resolved to a Visibility."""
+"""The options that determine which queries may attend to which keys: validated, and resolved to a Visibility."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """ONNX Runtime and OpenVINO as peers: the same attention as a graph of fixed sizes, on the same memory.
 
 Each engine gets every graph that it can run and keeps the fastest. Inputs and outputs are tensors of ours that the
-engine reads and writes in place. Engines take as many threads as PyTorch, and these do not spin between calls: that
-would slow down whoever runs next.
+engine reads and writes in place. Engines use as many threads as PyTorch. Their threads do not spin between calls,
+because that would slow down the next contestant.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""circuit: the edges between heads that carry a metric, scored by their gradients and verified by patching the rest."""
+"""circuit: the edges between heads that carry a metric, scored by gradients and verified by patching the others."""
 
 from __future__ import annotations
 

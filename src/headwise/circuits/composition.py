@@ -1,4 +1,4 @@
-"""`headwise.composition`: how strongly what a head writes is read by the queries, keys and values of later heads."""
+"""`headwise.composition`: how strongly the queries, keys and values of later heads read the output of a head."""
 
 from __future__ import annotations
 

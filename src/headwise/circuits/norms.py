@@ -1,4 +1,4 @@
-"""What a norm layer does beside dividing by a scale: gamma, beta, and whether it takes the mean off first."""
+"""What a norm layer does besides dividing by a scale: gamma, beta, and whether it subtracts the mean first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A metric on pairs of prompts, before the long work on them: refused where they cannot be compared."""
+"""The metric on pairs of prompts, checked before the long computation: pairs that cannot be compared are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs of a model on pairs of inputs, with what patching needs of them."""
+"""Runs of a model on pairs of inputs, with the activations and metrics that patching needs."""
 
 from __future__ import annotations
 

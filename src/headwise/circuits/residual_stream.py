@@ -1,8 +1,8 @@
-"""The residual stream of a model: who writes into it, found once per model, and cut open in every pass.
+"""The residual stream of a model: its writers, found once per model, and detached from the graph in every pass.
 
 In a pass under `StreamPass`, every writer's output is a leaf of the autograd graph and the norms on the way are linear
-at their actual scale. What is left of the graph is the stream itself and the output layers, so the gradient of a
-metric by a writer's output is its direct path alone: not what later heads and feed-forward blocks make of it.
+at their actual scale. Only the stream itself and the output layers remain in the graph, so the gradient of a metric
+with respect to a writer's output covers only its direct path, without later heads and feed-forward blocks.
 """
 
 from __future__ import annotations

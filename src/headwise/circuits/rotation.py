@@ -1,7 +1,7 @@
-"""What a layer does to queries and keys between its projections and their product: rotary positions and norms.
+"""The changes to queries and keys between the projections and their product: rotary positions and norms.
 
-A rotation depends on the position, a norm on the input. Models write both in many ways, so a layer of transformers is
-run itself, with basis vectors in place of its projections' outputs, and the queries and keys that it gives to its
+A rotation depends on the position, a norm on the input. Models implement both in many ways, so the transformers layer
+itself is run with basis vectors in place of its projections' outputs. The queries and keys that it passes to its
 attention function are the columns of its maps.
 """
 

@@ -1,7 +1,7 @@
 """Operations between the residual stream and a metric, with gradients of our own: norms and output layers.
 
-A norm is made linear: its scale is held at its actual value. An output layer skips tokens and
-words that the metric does not read, nearly all of them: its gradient would else cost as much as its output.
+A norm is made linear: its scale is held at its actual value. An output layer skips the positions and vocabulary entries
+that the metric does not read, which are nearly all; otherwise its gradient would cost as much as its output.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How a metric is made of what a model writes into its residual stream, read off the autograd graph of one pass.
+"""How a metric depends on what a model writes into its residual stream, read from the autograd graph of one pass.
 
 The stream is the sum that attention outputs are added to. From the metric downwards, the graph first has the output
 layers, then the topmost sum that an attention output is part of: the stream's end. From there on down, sums, views,

@@ -1,9 +1,9 @@
-"""Which norms stand between the residual stream and a layer's heads, and before the unembedding.
+"""Which norms are between the residual stream and a layer's heads, and before the unembedding.
 
-Names differ from model to model, so the model runs once on a few random tokens: a norm stands before a projection where
-the projection is given the norm's output, and the norm was called inside of the same layer. (In a post-norm model the
-projections are given the last layer's norm, which is the stream itself.) In PyTorch's layers and headwise's own blocks
-the norms are known.
+Names differ from model to model, so the model runs once on a few random tokens: a norm precedes a projection if the
+projection's input is the norm's output and the norm was called inside the same layer. (In a post-norm model the input
+of the projections is the output of the previous layer's norm, which is the stream itself.) In PyTorch's layers and
+headwise's own blocks the norms are known.
 """
 
 from __future__ import annotations

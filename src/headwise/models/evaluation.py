@@ -1,4 +1,4 @@
-"""A model in eval mode, its parameters without gradients, for as long as a `with` lasts."""
+"""A context in which a model is in eval mode and its parameters need no gradients."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""nn.MultiheadAttention, step by step: the same operations as PyTorch's, with places to look into.
+"""nn.MultiheadAttention, step by step: the same operations as PyTorch's, with hooks in between.
 
 PyTorch gives all weights of nn.MultiheadAttention to one function, and in inference nn.TransformerEncoderLayer gives
 them to one operator without calling the module at all. While hooks are set on such modules, they run the code here
-instead, which gives the same output to the bit, calls an observer with the queries, keys and values of every head, and
-calls the hooks before W_O; and PyTorch's fast path is off. nn.TransformerEncoder then takes padded tensors where it
-would make nested ones, and still gives zeros for padding.
+instead. It computes a bit-identical output, calls an observer with the queries, keys and values of every head, and
+calls the hooks before W_O; PyTorch's fast path is disabled. nn.TransformerEncoder then uses padded tensors instead of
+nested ones, and still returns zeros for padding.
 """
 
 from __future__ import annotations

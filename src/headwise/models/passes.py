@@ -1,8 +1,8 @@
 """One pass of a model at a time: which layer each attention call belongs to, and which of its tokens are real.
 
 `watch`, `mask_heads` and `head_outputs` all follow a model with a `PassTracker`. It counts the calls of attention
-modules that serve several layers, keeps the padding that each whole model was given, puts functions before W_O, and
-notices modules that were called but never reached the place where their heads can be seen.
+modules that serve several layers, keeps the padding mask that was passed to each whole model, inserts functions before
+W_O, and detects modules that were called but never reached the point where their heads can be observed.
 """
 
 from __future__ import annotations

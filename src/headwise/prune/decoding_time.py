@@ -1,6 +1,6 @@
 """Seconds per decoded token with a cache that is filled with random keys, and per prefill, side by side.
 
-The processor time of one thread counts on the CPU: other work on the machine changes it little.
+On the CPU, the processor time of one thread is measured, because other work on the machine affects it little.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""HeadScores: how much each head matters, with intervals, rank correlation and what the numbers are measured by."""
+"""HeadScores: how much each head matters, with intervals, rank correlation and a description of the objective."""
 
 from __future__ import annotations
 

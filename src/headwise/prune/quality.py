@@ -1,4 +1,4 @@
-"""What pruning does to a model: quality on texts, and (from the models' layer) its size."""
+"""The effect of pruning on a model: quality on texts, and its size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How well a model does while heads of it stream: the loss of long texts, and whether it answers from a needle."""
+"""The quality of a model while some of its heads stream: the loss on long texts, and answers to needle prompts."""
 
 from __future__ import annotations
 

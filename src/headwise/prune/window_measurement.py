@@ -1,4 +1,4 @@
-"""What the layers of a decoder lose in windows, measured while the model runs one batch."""
+"""What the layers of a decoder lose with limited windows, measured while the model runs one batch."""
 
 from __future__ import annotations
 

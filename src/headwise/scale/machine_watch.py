@@ -1,6 +1,8 @@
-"""Is every machine still there? A rank may wait for hours for another that measures its part of a corpus; where that
-one's machine is cut off, nothing ends the wait before its timeout. So each machine counts up a number in the store, and
-a rank that sees another machine's number stand still closes its connections, which ends what waits for them.
+"""Heartbeats: whether every machine of a run is still there.
+
+A rank may wait for hours for another rank that measures its part of a corpus. If that rank's machine is cut off,
+nothing ends the wait before its timeout. So each machine increments a counter in the store, and a rank that sees the
+counter of another machine stop closes its connections, which ends all waits on them.
 """
 
 from __future__ import annotations

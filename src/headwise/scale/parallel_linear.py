@@ -1,8 +1,8 @@
 """Linear layers split over ranks: by output (column parallel, no communication) or by input (row parallel, one sum).
 
 A linear layer's weight is (out, in), so a column-parallel layer stores some rows of the weight, a row-parallel layer
-some columns. Parameters are DTensors, placed as PyTorch's ColwiseParallel and RowwiseParallel place them; where heads
-are not what a rank stores, the layer fetches the rows of its heads.
+some columns. Parameters are DTensors, placed as PyTorch's ColwiseParallel and RowwiseParallel place them. If a rank
+stores other rows than those of its heads, the layer fetches the rows of its heads.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The processes of one group (ranks): their collectives, agreements between them, and errors that reach all of them.
 
-An agreement comes before anything is sent: ranks that are about to do different things all get the same error, where
-collectives would hang or give wrong numbers. It is one all-reduce of a digest, or direct sends between few ranks;
-only where digests differ, an all-gather of the ranks' descriptions follows, for the error message.
+An agreement comes before anything is sent: if ranks are about to do different things, all of them raise the same error,
+where collectives would hang or give wrong numbers. It is one all-reduce of a digest, or direct sends between few ranks.
+Only if digests differ, an all-gather of the ranks' descriptions follows, for the error message.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Tensor parallel: attention, blocks and stacks of headwise's whose heads are split over ranks.
+"""Tensor parallel: headwise's attention, blocks and stacks with their heads split over ranks.
 
-Every rank gets the same input and gives the same output. W_Q, W_K and W_V are column parallel and W_O row parallel; one
-all-reduce follows W_O, and one the feed-forward layer. A rank computes whole heads. All parameters are DTensors: in
+Every rank gets the same input and returns the same output. W_Q, W_K and W_V are column parallel and W_O row parallel;
+one all-reduce follows W_O, and one the feed-forward layer. A rank computes whole heads. All parameters are DTensors: in
 equal chunks, or replicated (embeddings, norms and the output layer).
 """
 

@@ -1,4 +1,4 @@
-"""Models behind the page: answers the requests that the page sends to a server or a notebook."""
+"""The models behind the page: answers requests that the page sends to a server or a notebook."""
 
 from __future__ import annotations
 

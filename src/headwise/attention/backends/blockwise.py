@@ -1,7 +1,7 @@
-"""Attention by blocks of query rows, in PyTorch: the backend that can do everything, in the memory of one block.
+"""Attention in blocks of query rows, in PyTorch: the backend that supports every option, with the memory of one block.
 
 The scores of a block are computed, masked, exponentiated and used at once. Softcap, sinks, dropout and learned biases
-are computed here, and so is whatever a fused kernel would get wrong.
+are computed here, and so are calls that a fused kernel would get wrong.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A call composed of PyTorch's own operators: what no kernel of ours takes, and every gradient."""
+"""A call composed of PyTorch's own operators: for calls that none of our kernels supports, and for every gradient."""
 
 from __future__ import annotations
 

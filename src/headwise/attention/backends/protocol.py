@@ -1,4 +1,4 @@
-"""What every backend takes and gives: a call and the extra outputs wanted in, `Outputs` out."""
+"""The interface of every backend: it takes a call and the requested extra outputs, and returns `Outputs`."""
 
 from __future__ import annotations
 

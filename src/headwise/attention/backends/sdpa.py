@@ -1,6 +1,6 @@
 """Attention by PyTorch's fused kernel, F.scaled_dot_product_attention, called on visible keys only.
 
-The kernel knows the causal triangle and one mask. A window, an offset or lengths become slices of the keys for each
+The kernel supports the causal triangle and one mask. A window, an offset or lengths become slices of the keys for each
 block of queries, and a mask only where a block's edge needs one; queries that share a KV head are stacked, so that
 decoding reads each KV head once.
 """

@@ -1,4 +1,4 @@
-"""StreamedCache: the cache of a layer of headwise's own some of whose KV heads stream."""
+"""StreamedCache: the cache of one of headwise's own layers in which some KV heads stream."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""The cached keys of a layer some of whose KV heads stream: those keep the first and the most recent keys alone.
+"""The cached keys of a layer in which some KV heads stream, keeping only the first and the most recent keys.
 
-Keys are stored as they are used, already rotated, so the streaming heads of a layer keep theirs in any order: token r
-of a sequence is in slot r of the first keep_first slots, or else in slot keep_first + (r - keep_first) % window. In a
-decoding step all filled slots are visible and nothing is masked. The other heads keep all keys in one allocation that
-grows. `StreamedKeys.attend` both attends and stores the new keys, since both depend on where each sequence begins.
+Keys are stored already rotated, so the streaming heads of a layer can store them in any order: token r of a sequence is
+in slot r of the first keep_first slots, or else in slot keep_first + (r - keep_first) % window. In a decoding step all
+filled slots are visible and nothing is masked. The other heads keep all keys in one allocation that grows.
+`StreamedKeys.attend` both attends and stores the new keys, since both depend on where each sequence begins.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""nn.MultiheadAttention with headwise's attention inside: what `replace_attention` makes of PyTorch's module."""
+"""nn.MultiheadAttention with headwise's attention inside: the class that `replace_attention` gives to modules."""
 
 from __future__ import annotations
 

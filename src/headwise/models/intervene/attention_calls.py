@@ -1,4 +1,4 @@
-"""What attention functions are given, while a model runs: queries, keys and values, to be read or changed."""
+"""The inputs of attention functions while a model runs: queries, keys and values, to be read or changed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What happens to the heads of one layer before W_O: gates that multiply them, or something in their place."""
+"""Changes to the heads of one layer before W_O: gates that multiply their outputs, or replacements."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the sequences of a batch begin, by the mask of an attention call: a HeadCache itself is given no mask."""
+"""Where the sequences of a batch begin, from the mask of an attention call, because a HeadCache receives no mask."""
 
 from __future__ import annotations
 

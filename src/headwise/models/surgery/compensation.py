@@ -1,4 +1,4 @@
-"""What removed heads contributed on average or always, moved into the bias of W_O."""
+"""The mean or constant contribution of removed heads, moved into the bias of W_O."""
 
 from __future__ import annotations
 

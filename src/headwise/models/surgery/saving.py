@@ -1,4 +1,4 @@
-"""headwise.save: a model in a directory, whole or not at all, in the first form that loses nothing."""
+"""headwise.save: write a model to a directory, atomically, in the first form that loses nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a `FunctionMode` tells of a running model: attention calls, where their heads go, and what it rejected."""
+"""What a `FunctionMode` reports of a running model: attention calls, where their heads go, and what it rejected."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 A `FunctionMode` sees PyTorch's fused attention function, and a softmax over the product of two tensors that is then
 multiplied by a third. It follows each tensor's layout from the projection that made it, which tells sequences from
-heads. What looks like attention and is not understood is rejected by name.
+heads. Calls that look like attention but cannot be interpreted are rejected by name.
 """
 
 from __future__ import annotations

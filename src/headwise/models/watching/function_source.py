@@ -1,7 +1,7 @@
 """The source for code that declares nothing: attention in the functions that a model's modules call.
 
-Hooks on all modules say which of them are running, in the thread that runs them, and switch a `FunctionMode` on for as
-long as one is. Modules that another source serves are passed over.
+Hooks on all modules track which of them are running, in the thread that runs them, and enable a `FunctionMode` while
+one is. Modules that another source handles are skipped.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""attend's options for a layer some of whose heads stream, and the same as a mask."""
+"""attend's options for a layer in which some heads stream, and the same as a mask."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a watched model's heads did, call by call, as far as it was asked for."""
+"""The requested records of a watched model's heads, call by call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `watch` is asked to record, as one checked value."""
+"""The request of a `watch` call: what to record, as one validated value."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """What a model does to the product of queries and keys before its softmax, so that scale * q.k is known to the end.
 
-Scaling keeps them in the scores themselves, and so does hiding keys. A bias or a softcap does not: the scores before it
-are kept beside. Whatever else is done makes them unknown, with the function's name.
+After scaling or hiding keys, scale * q.k can still be read from the scores. Before a bias or a softcap, a copy of the
+scores is kept. After any other function it is unknown, and the function's name is recorded.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Whether our reading of an attention call gives what the model itself computes, checked on a few query rows."""
+"""Whether our interpretation of an attention call equals what the model computes, checked on a few query rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""watch: exact statistics of every head of a model, while it runs as it always does."""
+"""watch: exact statistics of every head of a model while it runs as usual."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The first use of a specialisation of the Triton kernels on a GPU: a small problem, compared with PyTorch.
 
 Kernels that equal the specification in an interpreter may still be compiled to something else. So each specialisation
-has to compute a small problem before it serves a call; PyTorch computes the same in float64 on the CPU. One that
-differs, or that cannot be compiled, is announced by a warning and not used again in this process.
+first computes a small problem, which is compared with PyTorch in float64 on the CPU. If it differs or cannot be
+compiled, a warning is issued and the specialisation is not used again in this process.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The direct path from a head's output to the logits: W_O, the residual stream, the final norm and the unembedding.
 
-Where the norms are is seen in one pass of the model, and what attention adds to the stream is compared with what the
-next norm or the next layer is given: a model whose blocks do anything else is refused.
+The norms are located in one pass of the model, and the output that attention adds to the stream is compared with the
+input of the next norm or layer. A model whose blocks do anything else is refused.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The probes by name, and how they are run.
 
-Every file of PROBES has a function `measure(subject)`, which gives the sums of one probe or refuses in words
-(UnsupportedError) a model that it does not apply to.
+Every file of PROBES has a function `measure(subject)`, which returns the sums of one probe, or raises an
+UnsupportedError for a model that it does not apply to.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The model that a probe measures, with what every probe needs of it."""
+"""The model that a probe measures, with everything that probes need from it."""
 
 from __future__ import annotations
 
