@@ -33,7 +33,7 @@ def load_document(path: str | os.PathLike[str], noun: str) -> Any:
     """The JSON of a file that headwise wrote; noun, such as "plan", says what it should hold.
 
     Raises:
-        CheckpointError: where there is no file, or it cannot be read, or is no JSON.
+        CheckpointError: if there is no file, or it cannot be read, or is no JSON.
     """
     if not os.path.isfile(path):
         raise CheckpointError(f"there is no {noun} at {str(path)!r}")

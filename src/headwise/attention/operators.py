@@ -100,7 +100,7 @@ class Arguments(NamedTuple):
         return [_open_sides(*sides) for sides in zip(left, right, strict=True)], keep_first
 
     def request(self, call: AttentionCall) -> StatsRequest:
-        """The statistics that are wanted; classes are named by their number."""
+        """The statistics that are requested; classes are named by their number."""
         marks = () if self.classes is None else self.classes.bool().unbind(1)
         return build_request(self.q, call.size, self.queries, {str(i): keys for i, keys in enumerate(marks)})
 

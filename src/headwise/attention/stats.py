@@ -34,7 +34,7 @@ class HeadStats:
     Args:
         sums: name -> (B, H), summed over the real queries.
         count: (B, H), the number of real queries.
-        maxima: name -> (B, H), the largest over the real queries; -inf where there is none.
+        maxima: name -> (B, H), the largest over the real queries; -inf if there is none.
         received: (B, H, Tk), the weight each key receives, summed over the real queries; None if it was not requested.
 
     Example:

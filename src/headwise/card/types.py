@@ -44,7 +44,7 @@ class Layer:
 
     @property
     def heads(self) -> Heads:
-        """The layer's heads; raises `ShapeError` where there are none or they do not fit together."""
+        """The layer's heads; raises `ShapeError` if there are none or they do not fit together."""
         return Heads(self.width, self.query, self.kv, self.dim, self.value_dim)
 
     @property

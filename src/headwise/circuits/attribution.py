@@ -22,7 +22,7 @@ from .inputs import model_batches, named_tensors, to_device
 from .metric import Measure, Metric, metric_key
 from .residual_stream import ResidualStream, StreamPass, leaf_of, residual_stream, run_cut
 
-Progress = Callable[[int, int], None]  # steps done, steps in all
+Progress = Callable[[int, int], None]  # finished steps, total number of steps
 # the difference between the metric and the sum of its parts, relative to the sum of their absolute values
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 0.02, torch.bfloat16: 0.1}
 OUTPUT_BIAS, W_O_BIASES, NORM_BIASES = "output bias", "W_O biases", "norm biases"
@@ -50,7 +50,7 @@ def attribute(
             all. A metric that is not linear in the stream after the norm is attributed through its gradient, and the
             result notes this.
         tokenizer: for texts, and for answers that are strings.
-        progress: called with the batches done and the batches in all.
+        progress: called with the number of finished batches and their total number.
 
     Returns:
         Effects, {kind: (layers, heads)}. `rest` has the embeddings, feed-forward blocks and biases; heads and rest add

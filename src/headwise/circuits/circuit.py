@@ -26,7 +26,7 @@ from .inputs import Pair, model_pairs, named_tensors, to_device
 from .metric import LogitDifference, Measure, Metric, metric_key
 from .residual_stream import residual_stream
 
-Progress = Callable[[int, int], None]  # steps done, steps in all
+Progress = Callable[[int, int], None]  # finished steps, total number of steps
 MEMORY = 2**30  # bytes of activations that are held at once
 COPIES = 4  # of what all writers add: clean, corrupted, the difference, the change
 SERIES = (1, 2, 5)  # sizes of the curve: 10, 20, 50, 100, ...

@@ -16,7 +16,7 @@ LISTED = 20  # edges that a printed circuit shows
 
 
 class Share(NamedTuple):
-    """A share of the metric with the ends of its interval; NaN where there is none."""
+    """A share of the metric with the ends of its interval; NaN if there is none."""
 
     mean: float
     low: float
@@ -77,7 +77,7 @@ class Circuit:
         metric, clean, corrupted: what was measured, and its means in the two runs.
         prompts: the number of pairs.
         method: how edges were scored.
-        notes: what to know about the numbers.
+        notes: remarks about the numbers.
 
     Example:
         >>> circuit = headwise.circuit(model, clean, corrupted, metric, tokenizer=tokenizer)

@@ -55,7 +55,7 @@ class Composition:
         scores: "query", "key", "value" -> (earlier heads, later heads).
         unevenness: of the same names, (heads,): how uneven a head's squared singular values are (those of QK for
             "query" and "key", of OV for "value"), as sum of squares / square of sum - 1 / d.
-        notes: what to know about the numbers.
+        notes: remarks about the numbers.
 
     Example:
         >>> composition = headwise.composition(model)
@@ -121,7 +121,7 @@ class Composition:
         return sorted(pairs, key=lambda pair: -pair.score)[:n]
 
     def to_json(self) -> dict[str, Any]:
-        """The scores as plain JSON values; null where there is none."""
+        """The scores as plain JSON values; null if there is none."""
 
         def rows(array: np.ndarray) -> Any:
             values = array.astype(object)
@@ -142,7 +142,7 @@ class Composition:
 
     @classmethod
     def from_json(cls, document: Any) -> Composition:
-        """What `to_json` gave; anything else is a CheckpointError of one line."""
+        """Restore the result of `to_json`; anything else raises a one-line CheckpointError."""
         if not isinstance(document, dict) or "headwise_composition" not in document:
             raise CheckpointError("this is not a composition that headwise wrote: it has no 'headwise_composition'")
         if document["headwise_composition"] != VERSION:
@@ -193,7 +193,7 @@ def composition(model: nn.Module, *, fold_norm: bool | None = None) -> Compositi
 
     Raises:
         HeadwiseError: for a model without attention.
-        UnsupportedError: where the matrices of a layer are not known.
+        UnsupportedError: if the matrices of a layer are not known.
 
     Example:
         >>> result = headwise.composition(headwise.load("smollm2"))

@@ -174,7 +174,7 @@ def head_matrices(
 
     Raises:
         HeadwiseError: for a layer, head or distance that does not exist.
-        UnsupportedError: where the matrices of the layer, its rotation or its norms are not known.
+        UnsupportedError: if the matrices of the layer, its rotation or its norms are not known.
 
     Example:
         >>> model, tokenizer = headwise.load("smollm2"), headwise.tokenizer("smollm2")

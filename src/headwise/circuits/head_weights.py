@@ -49,7 +49,7 @@ def layer_weights(model: nn.Module, site: Site) -> LayerWeights:
     """The matrices of a layer's heads, in float64 where the weights are, else in float32.
 
     Raises:
-        UnsupportedError: where a head's output is not its part of W_O times a weighted sum of its values, or where the
+        UnsupportedError: if a head's output is not its part of W_O times a weighted sum of its values, or where the
             matrices are not known.
     """
     layer = _find(model, site)

@@ -26,7 +26,7 @@ class Norm:
 
     path: str
     kind: str  # its class
-    gamma: Tensor | None  # (d,); None where there is none
+    gamma: Tensor | None  # (d,); None if there is none
     beta: Tensor | None  # (d,)
     centred: bool
 

@@ -290,7 +290,7 @@ def _scale(runs: PatchRuns, baselines: Sequence[Baseline]) -> np.ndarray:
     """(prompts,): clean minus corrupted, what effects are a share of.
 
     Raises:
-        HeadwiseError: where there is no difference.
+        HeadwiseError: if there is no difference.
     """
     this, other = (_pooled(runs, [getattr(x, name) for x in baselines]) for name in ("this", "other"))
     size = float(torch.maximum(this.abs(), other.abs()).mean())

@@ -90,7 +90,7 @@ def residual_stream(
         key: the metric and the names of the inputs, which the stream's end depends on.
 
     Raises:
-        UnsupportedError: where the stream is no sum, or weights are not in memory.
+        UnsupportedError: if the stream is no sum, or weights are not in memory.
     """
     if any(parameter.is_meta for parameter in model.parameters()):
         raise UnsupportedError(
@@ -344,7 +344,7 @@ def _loose_leaves(
     """A batch and the leaves, by name: inputs and parameters that are added to the stream themselves.
 
     Those are floating inputs of three axes or more, and parameters beside the blocks with one row for a class token or
-    one per position. They require gradients until the model is put back.
+    one per position. They require gradients until the model is restored.
     """
     leaves: dict[str, Tensor] = {}
     for module_name, module in model.named_modules():
@@ -364,7 +364,7 @@ def _loose_leaves(
 
 
 def is_inside(name: str, blocks: set[str]) -> bool:
-    """Whether a module is one of the blocks, or inside of one."""
+    """Whether a module is one of the blocks, or inside one."""
     return any((name + ".").startswith(block + ".") for block in blocks)
 
 

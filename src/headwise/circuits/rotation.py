@@ -58,7 +58,7 @@ def head_maps(model: nn.Module, weights: LayerWeights, norms: StreamNorms, dista
 
     Raises:
         HeadwiseError: for a distance that is not a whole number.
-        UnsupportedError: where the rotation of a layer is not known.
+        UnsupportedError: if the rotation of a layer is not known.
     """
     if distance is not None and (not isinstance(distance, int) or isinstance(distance, bool)):
         raise HeadwiseError(f"distance must be a whole number of tokens or None, got {distance!r}")
@@ -122,7 +122,7 @@ def _notes(weights: LayerWeights) -> tuple[str, ...]:
 
 
 def _norm_map(weights: LayerWeights, role: str) -> Tensor | None:
-    """Gamma (and centring) of the norm of queries or keys, (heads, d_k, d_k); None where there is none."""
+    """Gamma (and centring) of the norm of queries or keys, (heads, d_k, d_k); None if there is none."""
     rows = getattr(weights, role)  # (heads, d_k, d)
     norm = _head_norm(weights, role)
     if norm is None:

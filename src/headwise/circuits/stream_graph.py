@@ -225,7 +225,7 @@ def _leaf(node: Node) -> Tensor | None:
 
 
 def block_of(name: str, others: Iterable[str]) -> str:
-    """The longest path with a number in it that a module shares with one of the others; "" where there is none."""
+    """The longest path with a number in it that a module shares with one of the others; "" if there is none."""
     return max((_shared_block(name, other) for other in others), key=len, default="")
 
 

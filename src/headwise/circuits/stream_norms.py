@@ -112,7 +112,7 @@ def _observe(model: Any, sites: list[Site], norms: StreamNorms) -> None:
 
 
 def check_unhooked(model: nn.Module) -> None:
-    """Refuse to run a model inside of a `with` that sees or changes its runs."""
+    """Refuse to run a model inside a `with` that sees or changes its runs."""
     if has_hooks(model):
         raise HeadwiseError("the model is being watched or masked; take its heads' matrices outside of that `with`")
 
@@ -254,7 +254,7 @@ class _Observer:
 
 
 def unembedding_module(model: Any) -> nn.Module | None:
-    """The output layer of a transformers model; None where there is none."""
+    """The output layer of a transformers model; None if there is none."""
     if not has_config(model) or not hasattr(model, "get_output_embeddings"):
         return None
     module = model.get_output_embeddings()

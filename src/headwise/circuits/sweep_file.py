@@ -33,7 +33,7 @@ class SweepFile:
     """Values by pair of batches and head, written after every pass.
 
     Raises:
-        CheckpointError: where the file belongs to another sweep, or is none.
+        CheckpointError: if the file belongs to another sweep, or is none.
     """
 
     def __init__(self, path: str | os.PathLike[str], identity: Mapping[str, str], baseline: Sequence[Baseline]) -> None:

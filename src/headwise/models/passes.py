@@ -130,7 +130,7 @@ class PassTracker:
         return next((site for site in sites if site.turn == turn), None)
 
     def real_tokens(self, module: nn.Module, batch: int, queries: int, keys: int | None = None) -> Tensor | None:
-        """(B, Tq) bool: which queries of a call are tokens and not padding; None where that is not known.
+        """(B, Tq) bool: which queries of a call are tokens and not padding; None if it is not known.
 
         A mask may be longer than the queries, which are then its last positions; keys: the only other length it may
         have. Where the innermost model was given no mask, that of the outermost serves if it has the queries' shape.
@@ -199,7 +199,7 @@ class PassTracker:
 
     def _count_call(self, module: nn.Module, args: Any) -> None:
         if not in_backward():
-            # outside of a pass, as where another method than forward runs a stack, each call begins one of its own
+            # outside a pass, as where another method than forward runs a stack, each call begins one of its own
             in_pass = self._state.running or len(self._sites_of[module]) > 1
             self._state.turns[module] = self._state.turns.get(module, -1) + 1 if in_pass else 0
             self._state.awaited[module] = None

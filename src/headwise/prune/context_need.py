@@ -29,7 +29,7 @@ from .sequence_losses import check_loss_heads, leave_out, loss_changes, loss_hea
 from .stream_corpus import LENGTH, stream_texts
 from .window_measurement import WindowMeasurement
 
-Progress = Callable[[int, int | None], None]  # batches done, batches in all where that is known
+Progress = Callable[[int, int | None], None]  # finished batches, and their total number if it is known
 UNUSED_OUTPUTS = {"logits_to_keep": 1, "use_cache": False}  # the largest tensors of a long text
 
 

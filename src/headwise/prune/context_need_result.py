@@ -114,7 +114,7 @@ class ContextNeed:
     def loss_change(self) -> dict[int, NeedTable]:
         """{window: table}: by how much the loss grows where one KV head streams, the mean over the sequences.
 
-        NaN for KV heads that were not measured; {} where none was.
+        NaN for KV heads that were not measured; {} if none was.
         """
         if self.losses is None:
             return {}

@@ -36,7 +36,7 @@ def memory_problem(plans: Plans, context: int) -> str | None:
 
 
 def decoding_times(model: Any, plans: Plans, context: int) -> dict[str, float]:
-    """Seconds per decoded token after so many tokens, by the name of the plan.
+    """Seconds per decoded token after this many tokens, by the name of the plan.
 
     Keys and values are random, since only their number matters here.
     """

@@ -200,7 +200,7 @@ def _merge_blocks(module: nn.Module, name: str, dim: int, sources: list[list[int
 
 
 def _mean(x: Tensor) -> Tensor:
-    """The mean over the first dimension; of equal numbers, that number to the bit."""
+    """The mean over the first dimension; of equal numbers, that number bit for bit."""
     return x[0] + (x - x[0]).mean(0)
 
 

@@ -53,7 +53,7 @@ def recover(
         note: a text to store in the checkpoint; `recovery_checkpoint.read_note` reads it.
         rate: the learning rate of AdamW at the start; it falls linearly to 0.
         group: the processes that share the work, as headwise.scale gives them.
-        progress: called with the steps done and the steps in all.
+        progress: called with the number of finished steps and their total number.
 
     Returns:
         The loss of every step.

@@ -125,12 +125,12 @@ def run_id(path: Path) -> str | None:
 
 
 def read_note(path: Path) -> str:
-    """The note that the caller of a recovery left in its checkpoint; empty where there is none."""
+    """The note that the caller of a recovery left in its checkpoint; empty if there is none."""
     return (_read_header(path) or {}).get("note", "")
 
 
 def _read_header(path: Path) -> dict[str, str] | None:
-    """The header of a checkpoint of the current format; None where there is none that can be read."""
+    """The header of a checkpoint of the current format; None if there is none that can be read."""
     from safetensors import SafetensorError, safe_open
 
     try:

@@ -125,7 +125,7 @@ def scores() -> Mapping[str, Score]:
 
 
 def find_score(name: str) -> Score:
-    """The score of that name; a HeadwiseError that lists all names where there is none."""
+    """The score of that name; a HeadwiseError that lists all names if there is none."""
     registered = scores()
     if name not in registered:
         raise HeadwiseError(f"there is no score {str(name)[:60]!r}; there are {', '.join(registered)}")

@@ -31,7 +31,7 @@ from .recovery import recover
 from .recovery_checkpoint import read_note, run_id
 from .report import Latency, PruneOptions, PruneReport, card_quality, write_report
 
-Progress = Callable[[str, int, int], None]  # the kind of work, steps done, steps in all
+Progress = Callable[[str, int, int], None]  # the kind of work, finished steps, total number of steps
 ATTENTION_ROUNDS = 3  # of timing the attention layers
 
 
@@ -56,7 +56,7 @@ def prune_and_measure(
         options: the user's choices.
         out: the directory that the model will be saved to; the checkpoint of a recovery lies beside it.
         saved_plan: a plan to follow instead of scoring.
-        progress: called with the kind of work, the steps done and the steps in all.
+        progress: called with the kind of work, the number of finished steps and their total number.
         compute_scores, train: stand in for `importance` and `recover` where several processes share the work.
         first: this process measures quality and time; the reports of the others lack both.
     """

@@ -63,7 +63,7 @@ def stream_and_measure(
         options: the user's choices.
         out: the directory that the report will be saved to.
         texts: long texts in order; the bundled novel by default.
-        progress: called with the kind of work, the steps done and the steps in all.
+        progress: called with the kind of work, the number of finished steps and their total number.
         command: the command line, for the report.
     """
     if not hasattr(model, "config"):

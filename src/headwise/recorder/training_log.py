@@ -102,7 +102,7 @@ class LogEntry:
     time: float  # seconds since 1970
     passes: int  # forward passes of the step, over all ranks
     ranks: int
-    values: Mapping[LayerKey, Values]  # by layer: name -> one number per head, NaN where there is none
+    values: Mapping[LayerKey, Values]  # by layer: name -> one number per head, NaN if there is none
     twins: Mapping[LayerKey, list[int]]  # by layer: the most similar head of the layer, for every head
     queries: Mapping[LayerKey, int]  # by layer: how many queries were counted
     alarms: tuple[Alarm, ...] = ()  # those that began in this step
@@ -156,7 +156,7 @@ def _numbers(values: Any, path: str) -> list[float]:
 
 
 def head_values(entry: LogEntry, name: str, layers: Sequence[LoggedLayer]) -> np.ndarray:
-    """(layers, heads) of one statistic; NaN where there is none."""
+    """(layers, heads) of one statistic; NaN if there is none."""
     table = np.full((len(layers), max(layer.heads for layer in layers)), np.nan)
     for line, layer in zip(table, layers, strict=True):
         values = entry.values.get(layer.key, {}).get(name, [])

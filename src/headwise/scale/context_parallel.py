@@ -183,7 +183,7 @@ def agree_on_call(
 def build_split_call(
     q: Tensor, ranks: Ranks, counts: Sequence[int], options: ContextParallelOptions, stats: bool = False
 ) -> ContextParallelCall:
-    """The call on this rank, after an agreement. stats: its statistics are wanted, which depend on positions."""
+    """The call on this rank, after an agreement. stats: its statistics are requested, which depend on positions."""
     left, right = band_of(options)
     scale = options.get("scale")
     parts = PartOptions(

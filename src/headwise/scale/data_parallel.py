@@ -218,7 +218,7 @@ def context_need(
 ) -> ContextNeed:
     """headwise.context_need over ranks: each measures its part of the batches, and all get the need of all of them.
 
-    All ranks must call it. The numbers are those of one process, to the bit.
+    All ranks must call it. The numbers are those of one process, bit for bit.
 
     Args:
         model, batches, windows, keep_first, tokenizer, length, loss: as in headwise.context_need, the same on all

@@ -169,7 +169,7 @@ class HeadPlan:
 
 
 def plan(heads: Heads, ranks: int) -> HeadPlan:
-    """Which query and KV heads of a layer live on which of so many ranks.
+    """Which query and KV heads of a layer live on which of this many ranks.
 
     Example:
         >>> print(headwise.scale.plan(headwise.Heads.split(768, 12), 5))

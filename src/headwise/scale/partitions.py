@@ -45,7 +45,7 @@ class HeadPartition:
         return self.plan.heads
 
     def is_whole(self, heads: int) -> bool:
-        """Whether a rank that attends with so many heads has all of them."""
+        """Whether a rank that attends with this many heads has all of them."""
         return self.optional and heads == self.heads.query
 
     def gather(self, x: Tensor, dim: int = 1) -> Tensor:
@@ -94,8 +94,8 @@ def find_partition(model: nn.Module, site: Site) -> HeadPartition | None:
     """The partition of a layer whose linear layers PyTorch or transformers split: by W_O's columns, in equal parts.
 
     Raises:
-        UnsupportedError: where other parameters are split, or by something else than the columns of W_O.
-        RankError: where the number of ranks does not divide the heads.
+        UnsupportedError: if other parameters are split, or by something else than the columns of W_O.
+        RankError: if the number of ranks does not divide the heads.
     """
     data_parallel = _data_parallel_dims(model)
     splits = {

@@ -311,7 +311,7 @@ class Ranks:
         self.close_connections()
 
     def _reported_failure(self, store: Any) -> str:
-        """The message that a failed rank left in the store; "" where there is none."""
+        """The message that a failed rank left in the store; "" if there is none."""
         for key in (f"{FAILURE_KEY}/{self.group.group_name}", FAILURE_KEY):
             if store.check([key]):
                 return str(store.get(key).decode(errors="replace"))
@@ -338,7 +338,7 @@ def _mark_reported(error: BaseException, group: str) -> bool:
 
 
 def report_failure_to_all(error: BaseException) -> None:
-    """Leave a message for ranks of every group: this process fails outside of anything that ranks agreed about."""
+    """Leave a message for ranks of every group: this process fails outside anything that ranks agreed about."""
     message = f"rank {dist.get_rank()} failed: {_one_line(error)}"
     with suppress(TimeoutError):
         ask_store(lambda store: str(store.set(FAILURE_KEY, message)))
@@ -400,7 +400,7 @@ def ranks_of(mesh: DeviceMesh | None = None, timeout: float | None = None, dimen
 
     Args:
         mesh: all ranks by default.
-        timeout: seconds that a rank waits for the others; that of their process group by default.
+        timeout: seconds that a rank waits for the others; the time-out of their process group by default.
         dimension: the name of the dimension to take of a mesh that has several.
     """
     if not dist.is_initialized():

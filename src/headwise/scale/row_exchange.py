@@ -114,5 +114,5 @@ def _narrow(tensors: Any, dim: int, rows: range, whole: range) -> list[Tensor]:
 
 
 def _resized(x: Tensor, dim: int, count: int) -> torch.Size:
-    """The shape of a tensor with so many rows."""
+    """The shape of a tensor with this many rows."""
     return torch.Size(count if i == dim else size for i, size in enumerate(x.shape))

@@ -157,7 +157,7 @@ class Lock:
         self.path, self.handle = path, -1
 
     def acquire(self, wait: float) -> None:
-        """Lock it exclusively, after so many seconds at most: no rank of another run is at work here."""
+        """Lock it exclusively, after this many seconds at most: no rank of another run is at work here."""
         end = time.monotonic() + wait
         while True:
             try:

@@ -30,7 +30,7 @@ def _shared(x: Any, tokens: int) -> Any:
 
 
 def describe_mode(module: nn.Module, options: Mapping[str, Any]) -> str:
-    """What a call depends on beside its arguments."""
+    """What a call depends on besides its arguments."""
     parts = [f"{'without' if options.get('positions') is None else 'with'} positions"]
     parts.append("training" if module.training else "not training")
     if torch.is_grad_enabled():

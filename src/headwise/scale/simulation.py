@@ -131,7 +131,7 @@ def _shape(model: str | Mapping[str, Any]) -> Shape:
 
 @contextmanager
 def _fake_ranks(rank: int, count: int) -> Iterator[DeviceMesh]:
-    """A fake process group in which this process is one of so many ranks, and its mesh."""
+    """A fake process group in which this process is one of this many ranks, and its mesh."""
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     _clear_sharding_prop_cache()  # of DTensor, which takes a process to be one rank: shapes of shards are in it
@@ -163,7 +163,7 @@ class _Run:
         return Decoder(self.shape, dtype=self.dtype, device="meta").blocks[0]
 
     def count(self, block: nn.Module, batch: int, tokens: int, after: Callable[[], None] = lambda: None) -> Bytes:
-        """A training step of a split block with so many tokens on this rank; `after` sums gradients."""
+        """A training step of a split block with this many tokens on this rank; `after` sums gradients."""
         device = next(block.parameters()).device
         x = torch.empty(batch, tokens, self.shape.width, dtype=self.dtype, device=device, requires_grad=True)
         with count_traffic() as forward:

@@ -201,7 +201,7 @@ def _number(x: Any) -> float | None:
 
 
 def _equal_scores(pass_: Pass, overlays: Overlays) -> dict[str, list[float | None]]:
-    """Scores of equal attention per layer, from an atlas."""
+    """Scores of uniform attention per layer, from an atlas."""
     scores = {}
     for name, kinds in overlays.equal.items():
         remaining = {kind: list(values) for kind, values in kinds.items()}

@@ -37,7 +37,7 @@ def why_not(q: Tensor, call: AttentionCall, extra: ExtraOutputs = NO_EXTRA) -> s
 
 
 def explain(call: AttentionCall) -> str:
-    """How this backend computes a call, in words."""
+    """Describe how this backend computes a call."""
     return "blocks of query rows in PyTorch"
 
 

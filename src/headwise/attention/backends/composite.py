@@ -18,7 +18,7 @@ def attend(
 ) -> Tensor:
     """The output (B, H, Tq, Dv), by PyTorch's fused kernel where that is exact, else by blocks of rows.
 
-    recompute: it was computed before, and only its gradients are wanted. large: scores are, see blockwise.LARGE.
+    recompute: it was computed before, and only its gradients are requested. large: scores are, see blockwise.LARGE.
     """
     # PyTorch's counters of operations know matrix products, but not the fused kernel's backward
     out = None if large or (recompute and is_observed()) else _fused(q, k, v, call)

@@ -164,7 +164,7 @@ def _band(visibility: Visibility, blocks: list[slice], dtype: torch.dtype) -> Ba
 
 
 def explain(call: AttentionCall) -> str:
-    """How this backend computes a call, in words."""
+    """Describe how this backend computes a call."""
     size, visibility = call.size, call.visibility
     if separate_sequences(visibility):
         return f"{size.batch} calls of PyTorch's kernel, one per sequence, since their lengths differ"

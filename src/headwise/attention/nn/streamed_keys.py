@@ -33,7 +33,7 @@ class StreamingHeads:
     keep_first: int  # the first keys of the sequence
 
     def windows(self, heads: int) -> dict[str, Any]:
-        """attend's options window and keep_first for so many query heads; they do not hide later keys."""
+        """attend's options window and keep_first for this many query heads; they do not hide later keys."""
         streams = self.of_queries(heads)
         return {
             "window": tuple((self.window - 1, None) if here else (None, None) for here in streams),
@@ -41,7 +41,7 @@ class StreamingHeads:
         }
 
     def of_queries(self, heads: int) -> list[bool]:
-        """Which of so many query heads read a KV head that streams."""
+        """Which of this many query heads read a KV head that streams."""
         return [head // (heads // self.kv_heads) in self.streaming for head in range(heads)]
 
 
@@ -431,7 +431,7 @@ class StreamedKeys:
 
 
 def writable(x: Tensor) -> Tensor:
-    """A buffer that may be written to: one made in inference mode may not, outside of it."""
+    """A buffer that may be written to: one made in inference mode may not, outside it."""
     return x.clone() if x.is_inference() and not torch.is_inference_mode_enabled() else x
 
 

@@ -17,7 +17,7 @@ from ..torch_modes import cast_inputs
 from ..validation import shown
 from .torch_masks import MaskSizes, visible_keys
 
-# glibc maps larger blocks of memory anew each time, and the system clears their pages: then three products are faster
+# glibc maps larger blocks of memory again each time, and the system clears their pages: then three products are faster
 FUSED_BYTES = 32 << 20
 PYTORCHS_FORWARD = nn.MultiheadAttention.forward
 

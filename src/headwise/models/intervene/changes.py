@@ -32,7 +32,7 @@ class HeadChange:
     site: Site
     count: int  # of the site's query heads
     heads: list[int]  # those that are replaced
-    gates: Callable[[], Tensor] | None = None  # (H,), instead of a replacement; sliced anew in every pass
+    gates: Callable[[], Tensor] | None = None  # (H,), instead of a replacement; sliced again in every pass
     value: Value = "zero"
     total: Tensor | None = field(default=None, repr=False)  # sum of the outputs so far, (replaced heads, head width)
     tokens: int = 0  # in that sum

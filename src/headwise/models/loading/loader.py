@@ -156,7 +156,7 @@ def tokenizer(name: str | os.PathLike[str] = DEFAULT, *, trust_remote_code: bool
 
 
 def image_processor(name: str | os.PathLike[str]) -> Any:
-    """The image processor of a vision model, by its preprocessor_config.json; None where there is none."""
+    """The image processor of a vision model, by its preprocessor_config.json; None if there is none."""
     folder = directory(name, weights=False)
     with _errors_in_one_line(folder):
         _check_files(folder)

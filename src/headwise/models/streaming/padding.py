@@ -16,11 +16,11 @@ def sequence_starts(call: ModelCall, recipe: MaskRecipe | None, cached: int) -> 
 
     Args:
         call: queries that follow the cached tokens; its keys have the number of all tokens.
-        recipe: how its mask was made, where that is known.
+        recipe: how its mask was made, if it is known.
         cached: tokens in the cache.
 
     Raises:
-        UnsupportedError: where anything but causality and padding on the left hides keys.
+        UnsupportedError: if anything but causality and padding on the left hides keys.
     """
     name = type(call.module).__name__
     if call.options.get("cu_seq_lens_q") is not None or (recipe is not None and recipe.sequence_numbers is not None):

@@ -134,7 +134,7 @@ def find_adapter(cls: Any) -> Adapter | None:
 
 
 def member(module: nn.Module, path: str) -> Any:
-    """An attribute of a module by its dotted path; None where there is none."""
+    """An attribute of a module by its dotted path; None if there is none."""
     value: Any = module
     for part in path.split("."):
         value = getattr(value, part, None)

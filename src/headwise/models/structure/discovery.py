@@ -91,7 +91,7 @@ def uses_registry(cls: ModuleClass) -> bool:
 
 @functools.cache
 def forward_source(cls: ModuleClass) -> str:
-    """The source code of a class's forward; empty where there is none."""
+    """The source code of a class's forward; empty if there is none."""
     try:
         return inspect.getsource(inspect.unwrap(cls.forward))
     except (OSError, TypeError, AttributeError):  # AttributeError: scripted modules
@@ -100,7 +100,7 @@ def forward_source(cls: ModuleClass) -> str:
 
 @functools.cache
 def class_source(cls: ModuleClass) -> str:
-    """The source code of a class and of its bases outside of torch."""
+    """The source code of a class and of its bases outside torch."""
     sources = []
     for base in cls.__mro__:
         if base.__module__.startswith(("torch.", "builtins")):

@@ -43,7 +43,7 @@ class Partition(Protocol):
     def ranks(self) -> RankGroup: ...
 
     def is_whole(self, heads: int) -> bool:
-        """Whether a process that attends with so many heads has all of them."""
+        """Whether a process that attends with this many heads has all of them."""
 
     def gather(self, x: Tensor, dim: int = 1) -> Tensor:
         """This process's heads in dimension `dim` -> all heads, in order, on every process."""

@@ -145,7 +145,7 @@ def _remove_heads(model: Any, removed: dict[str, list[int]], constants: dict[str
         if zero:
             _zero_heads(model, site, removed[site.name])
     for layer in cuts:
-        # padding of an earlier removal goes too: it is made anew where it is still needed
+        # padding of an earlier removal goes too: it is made again where it is still needed
         record = kept_heads(layer.site.module)
         removed_slots = {*removed[layer.site.name], *(record.padding if record is not None else ())}
         reshape_heads(layer, *head_slots(layer, removed_slots))

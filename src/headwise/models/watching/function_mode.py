@@ -92,7 +92,7 @@ class FunctionMode(TorchFunctionMode):
         if name == "scaled_dot_product_attention":
             return self._fused(function, args, kwargs)
         if name == "multi_head_attention_forward":
-            with self:  # a mode is off inside of its own handler
+            with self:  # a mode is off inside its own handler
                 return _MHA_FORWARD(*args, **kwargs)
         if name in PRODUCTS:
             return self._product(name, function, args, kwargs)
@@ -277,7 +277,7 @@ class FunctionMode(TorchFunctionMode):
             return
         lineage, kept = trace.lineage, trace.lineage.origin.call
         width = kept.axes.head_count * kept.width
-        self._readers.add(linear)  # LoRA has linear layers inside of linear layers
+        self._readers.add(linear)  # LoRA has linear layers inside linear layers
         form = (lineage.signature, kept.axes, kept.order, width, x.dim())
         if form not in self._in_order:
             self._in_order[form] = lie_in_order(lineage, width)

@@ -36,7 +36,7 @@ from .sources import KnownCall
 if TYPE_CHECKING:
     from .watcher import Watch
 
-LIFT = 2  # how many modules a call may be inside of the attention module that it is the call of
+LIFT = 2  # how many modules a call may be inside the attention module that it is the call of
 
 
 class _ThreadState(threading.local):

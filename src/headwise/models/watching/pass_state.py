@@ -19,7 +19,7 @@ from .sources import KnownCall
 
 
 class CallContext(NamedTuple):
-    """What is known about one attention call beside its arguments."""
+    """What is known about one attention call besides its arguments."""
 
     site: Site
     recipe: MaskRecipe | None  # of the call's own mask

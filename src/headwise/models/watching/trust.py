@@ -47,7 +47,7 @@ class TrustCheck:
             where: the module's path, for the error.
 
         Raises:
-            UnsupportedError: where neither agrees, so that statistics would be wrong.
+            UnsupportedError: if neither agrees, so that statistics would be wrong.
         """
         call, form = eager.call, (_form(eager.call), output is None)
         rows = self._rows(form, call.query.shape[2])

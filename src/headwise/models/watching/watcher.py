@@ -212,7 +212,7 @@ class Watch:
             self._functions.stop()
 
     def find_layer(self, module: nn.Module, turn: int) -> None:
-        """Number the layers anew where one was seen that was not known before. `FunctionSource` calls this."""
+        """Number the layers again where one was seen that was not known before. `FunctionSource` calls this."""
         if not self._pass.knows(module, turn):
             sites = attention_sites(self.model)
             self._pass.relabel(sites)
@@ -230,7 +230,7 @@ class Watch:
         return self._tracker.real_tokens(module, batch, queries, keys)
 
     def records_outputs(self, site: Site) -> bool:
-        """Whether the outputs of a layer's heads are asked for."""
+        """Whether the outputs of a layer's heads are requested."""
         return self._request.outputs.heads(site) is not None
 
     def __repr__(self) -> str:
@@ -245,7 +245,7 @@ class Watch:
             self.recording.add_outputs(self._pass.site(module), x)
 
     def see(self, call: ModelCall, function: Function, eager: Function, innermost: bool) -> tuple[Tensor, Any]:
-        """Answer an attention call with the model's output, and record what was asked for. The registry calls this.
+        """Answer an attention call with the model's output, and record what was requested. The registry calls this.
 
         Args:
             call: what the model passed to its attention function.
@@ -280,7 +280,7 @@ class Watch:
         return output, extra
 
     def see_known(self, call: KnownCall, answer: Answer, innermost: bool) -> Any:
-        """Answer a call whose meaning is known, and record what was asked for. Sources other than the registry call it.
+        """Answer a call whose meaning is known, and record what was requested. Sources other than the registry call it.
 
         Args:
             call: the call in headwise's terms.

@@ -134,12 +134,12 @@ def add_probes(
     """An atlas with the scores of probes, which need no corpus, measured on the model that the atlas is of.
 
     Args:
-        atlas: it is left as it is.
+        atlas: it is not changed.
         model: a name as `headwise.load` takes it, or a model.
         tokenizer: the tokenizer of a model that is passed as an object.
         probes: as in `headwise.atlas`.
         seed: of the probes.
-        progress: called with the probes done and the probes in all.
+        progress: called with the number of finished probes and their total number.
 
     Raises:
         HeadwiseError: for a model with other weights or heads than the atlas has, and for probes that do not exist.

@@ -25,7 +25,7 @@ from .sums import Tally
 
 SAVE_EVERY = 30.0  # seconds between checkpoints
 TRIM_EVERY = 64  # batches after which freed memory goes back to the system
-Progress = Callable[[int, int | None], None]  # texts done, texts in all where that is known
+Progress = Callable[[int, int | None], None]  # finished texts, and their total number if it is known
 
 
 class CorpusRun:

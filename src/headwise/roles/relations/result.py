@@ -101,7 +101,7 @@ class Relations:
         shuffled: the same with shuffled gold links, which should find nothing.
         heads: (kind, layer, head) of every head, in the order of `scores`.
         scores: relation -> accuracy of every head on the half for evaluation, (heads,).
-        notes: what to know about the numbers.
+        notes: remarks about the numbers.
         record: the results link by link; not saved.
 
     Example:

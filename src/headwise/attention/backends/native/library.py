@@ -165,7 +165,7 @@ def why_not(q: Tensor, call: AttentionCall, extra: ExtraOutputs = NO_EXTRA) -> s
 
 
 def explain(call: AttentionCall) -> str:
-    """How the kernel computes a call, in words."""
+    """Describe how the kernel computes a call."""
     loaded = library()
     assert not isinstance(loaded, str)
     return f"one pass in {choice().name} (this build has {', '.join(WORDS[name] for name in loaded.build)})"

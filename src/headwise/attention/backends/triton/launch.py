@@ -84,7 +84,7 @@ def _try(q: Tensor, call: AttentionCall, extra: ExtraOutputs, *, backward: bool 
 
 
 def explain(call: AttentionCall) -> str:
-    """How the kernel computes a call, in words."""
+    """Describe how the kernel computes a call."""
     return "one pass on cuda (compared with PyTorch on a small problem first)"
 
 

@@ -75,7 +75,7 @@ class _Seen:
 
     norms: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     blocks: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    children: dict[str, list[Tensor]] = field(default_factory=dict)  # outputs of modules inside of each block
+    children: dict[str, list[Tensor]] = field(default_factory=dict)  # outputs of modules inside each block
     written: dict[str, Tensor] = field(default_factory=dict)  # W_O -> its output
     last: Tensor | None = None  # what the unembedding is given
 

@@ -49,7 +49,7 @@ def run_probes(
 ) -> tuple[dict[str, Tally], dict[str, dict[str, Any]]]:
     """The sums of each probe that applies to the model, and facts about each that was requested.
 
-    progress: called with the probes done and the probes in all.
+    progress: called with the number of finished probes and their total number.
     """
     tallies, facts = {}, {}
     for number, name in enumerate(names):
