@@ -80,7 +80,7 @@ class StatsRequest:
     queries: Tensor | None = None  # (B, Tq) bool: those that count; None for all
     classes: Mapping[str, Tensor] = field(default_factory=dict)  # name -> (B, Tk) bool
     cross: bool = False  # positions of queries and keys do not compare: no distance, previous, next, self
-    received: bool = False  # the weight each key receives is requested, too
+    received: bool = False  # whether the weight each key receives is requested too
 
     def stacked_classes(self) -> Tensor | None:
         """(B, classes, Tk) float32 of zeros and ones, or None."""

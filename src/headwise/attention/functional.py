@@ -333,8 +333,8 @@ def head_stats_without_values(
 def strongest_keys(q: Tensor, k: Tensor, count: int, **options: Unpack[CallOptions[Tensor]]) -> StrongestKeys:
     """The `count` strongest keys of every query and their weights, (B, Hq, Tq, count), in descending order.
 
-    Fewer where there are fewer keys; a query that sees fewer than that also gets hidden keys, of weight 0. From one
-    native pass where that is possible, without holding Tq x Tk weights.
+    Fewer if there are fewer keys; a query that sees fewer keys also gets hidden keys, with weight 0. Computed in one
+    native pass if possible, without storing Tq x Tk weights.
     """
     check_options(options, CALL)
     q, k = cast_inputs(q, k)

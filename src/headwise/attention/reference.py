@@ -193,8 +193,8 @@ def attend(
 ) -> Array:
     """Scaled dot-product attention of every head: (B, Hq, Tq, Dv). Arguments as headwise.attend.
 
-    dropout sets that share of the weights to zero, those that `dropout.retained` names for the seed, and divides the
-    others by the probability of being retained.
+    dropout sets a share of the weights to zero, as `dropout.retained` determines from the seed, and divides the others
+    by the probability of being retained.
     """
     check_options(options, (*ATTEND, "seed"))
     size = validation.sizes(q, k, v)

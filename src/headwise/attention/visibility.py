@@ -286,7 +286,7 @@ class Visibility:
         return (self.offset, self.start, self.end) != (self.size.keys - self.size.queries, 0, self.size.keys)
 
     def select_heads(self, heads: list[int]) -> Visibility:
-        """The visibility of these query heads, each with a KV head of its own."""
+        """The visibility of these query heads, each with its own KV head."""
         return replace(
             self,
             size=replace(self.size, heads=len(heads), kv_heads=len(heads)),
@@ -359,7 +359,7 @@ def _is_right_padding(mask: Tensor, size: Sizes) -> bool:
 
 
 def shared_number(x: Tensor) -> int | Tensor:
-    """The number that all sequences share, where that can be read; else the tensor (B,)."""
+    """The number that all sequences share, if it can be read; else the tensor (B,)."""
     if not is_readable(x):
         return x
     if not x.numel():

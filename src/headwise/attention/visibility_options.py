@@ -67,7 +67,7 @@ def resolve_visibility(
 
 
 def _fixed_heads(size: Sizes) -> Sizes:
-    """Under torch.jit.trace sizes are tensors. Those of heads become plain numbers, those of the input stay open."""
+    """Under torch.jit.trace sizes are tensors. Head counts become plain numbers; input sizes stay variable."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", torch.jit.TracerWarning)
         names = "heads", "kv_heads", "dim", "value_dim"

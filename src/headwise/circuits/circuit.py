@@ -51,7 +51,7 @@ def circuit(
     memory: int = MEMORY,
     progress: Progress | None = None,
 ) -> Circuit:
-    """The circuit behind a metric: its strongest edges, and how much of the metric they alone explain.
+    """Find the circuit behind a metric: its strongest edges, and how much of the metric they explain.
 
     An edge leads from the output that one node (the embedding, a head, a feed-forward block) writes into the residual
     stream to the input of another: the query, key or value input of a head (of a KV head, if heads share keys and
@@ -297,7 +297,7 @@ class _Search:
         )
 
     def _run(self, circuits: Sequence[np.ndarray]) -> np.ndarray:
-        """(circuits, prompts): the metric with the edges of each circuit alone."""
+        """(circuits, prompts): the metric with only the edges of each circuit."""
         columns = []
         for number, pair in enumerate(self.parts):
             corrupted = self._record(number, pair.corrupted)

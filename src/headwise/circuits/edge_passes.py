@@ -337,7 +337,7 @@ def select(parts: Tensor, numbers: Sequence[int]) -> Tensor:
 def run_edges(
     model: nn.Module, graph: CircuitGraph, run: Run, clean: Any, corrupted: Activations, weights: Sequence[Tensor]
 ) -> Tensor:
-    """The metric on the clean input with some edges alone; all others carry what they do in the corrupted run.
+    """The metric on the clean input with only some edges; all others carry their values from the corrupted run.
 
     weights: per reader (S, P), as `graph.readers`: 1 for an edge that is kept, 0 for one that is patched.
     """

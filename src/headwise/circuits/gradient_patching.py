@@ -118,7 +118,7 @@ def _gradients(
 
 
 class _Embeddings:
-    """What a model's embeddings give in the two runs, in the order of their calls."""
+    """The outputs of a model's embeddings in the two runs, in the order of their calls."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model

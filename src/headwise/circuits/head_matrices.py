@@ -59,7 +59,7 @@ class HeadMatrices:
 
     @cached_property
     def copying(self) -> Copying:
-        """Whether OV raises the tokens that it reads, beside random heads.
+        """Whether OV raises the tokens that it reads, compared with random heads.
 
         The sum of the eigenvalues of W_U W_O^h W_V^h W_E divided by the sum of their absolute values (Elhage et al.
         2021), computed from a d_v x d_v matrix. The final norm's gamma is folded into W_U.

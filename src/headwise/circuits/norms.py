@@ -13,7 +13,7 @@ from ..errors import UnsupportedError
 CLOSE = {torch.float64: 1e-5, torch.float32: 1e-4}  # between a norm and its formula, relative to the largest output
 CLOSE_IN_HALF = 0.02
 OTHER_AXES = ("batch", "group", "instance")  # in the names of norms over other axes than the last
-LARGE = 100.0  # size of the numbers that a norm is tried on: its epsilon is nothing beside them
+LARGE = 100.0  # size of the numbers that a norm is probed with: its epsilon is negligible compared with them
 
 
 @dataclass(frozen=True)

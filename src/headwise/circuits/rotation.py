@@ -36,7 +36,7 @@ ROTARY = re.compile(r"rotary|\brope|_rope|cos, sin|sinusoidal_pos|freqs_ci|apply
 DECORATOR = re.compile(r"^@.*$", re.MULTILINE)  # some name a rotation that the class does not use
 POSITION_BIAS = re.compile(r"alibi|position_bias|relative_attention|rel_pos|disentangled", re.IGNORECASE)
 FUNCTIONAL_NORM = ("logit_scale",)  # cosine attention divides queries and keys by their lengths
-LENGTH = 1000.0  # of the basis vectors: the epsilon of a norm is nothing beside it
+LENGTH = 1000.0  # of the basis vectors: the epsilon of a norm is negligible compared with it
 LINEAR = 1e-4  # how far a map may be from linear, relative to its largest entry
 ROTARY_NAME = "rotary_emb"
 FIRST_POSITIONS = (0, 1)  # PaliGemma's positions count from 1
@@ -45,7 +45,7 @@ ROTATION = "the rotation of queries and keys"  # the subject of a refusal
 
 @dataclass(frozen=True)
 class HeadMaps:
-    """The linear maps of a layer's queries and keys, (H or Hkv, d_k, d_k) each or None for none, in words too."""
+    """The linear maps of a layer's queries and keys, (H or Hkv, d_k, d_k) each or None, and a description of them."""
 
     query: Tensor | None
     key: Tensor | None

@@ -112,7 +112,7 @@ def _observe(model: Any, sites: list[Site], norms: StreamNorms) -> None:
 
 
 def check_unhooked(model: nn.Module) -> None:
-    """Refuse to run a model inside a `with` that sees or changes its runs."""
+    """Refuse to run a model inside a `with` block that observes or changes its runs."""
     if has_hooks(model):
         raise HeadwiseError("the model is being watched or masked; take its heads' matrices outside of that `with`")
 

@@ -61,7 +61,7 @@ class TokenEffect:
 
 
 def copying(ov: LowRank, norm: Norm | None, vocabulary: Vocabulary) -> Copying:
-    """The copying score of an OV circuit, beside that of random heads of the same shapes and norms.
+    """The copying score of an OV circuit, with that of random heads of the same shapes and norms as a baseline.
 
     norm: the one before the layer, which is in `ov` and through which random heads read the stream too.
     """

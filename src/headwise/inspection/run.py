@@ -93,7 +93,7 @@ def inspect(
 
 
 def check_image_alone(text: Any, against: str | None = None) -> None:
-    """Refuse a text beside an image."""
+    """Refuse a text together with an image."""
     if not (isinstance(text, str) and text == SENTENCE) or against is not None:
         raise HeadwiseError("give a text or an image, not both; a vision model reads the image alone")
 

@@ -85,7 +85,8 @@ class PassTracker:
     def before_w_o(self, site: Site, change: ChangeInput) -> None:
         """Set a function before the W_O of a site's module, for all layers that the module serves.
 
-        Where processes split the heads, the function gets those of all of them, and each goes on with its own.
+        If processes split the heads, the function gets the heads of all of them, and each process continues with its
+        own.
         """
         module, linear = site.module, w_o(self.model, site)[1]
         # of a module whose tokens are split too, statistics are of all heads, and its W_O has some of them

@@ -18,7 +18,7 @@ from ..plans import StreamLayer, read_stream_layer
 from ..resampling import bootstrap_counts, interval
 
 FORMAT = 1  # of the saved file
-WITH_LOSSES = 2  # has changes of the loss, which versions that know format 1 alone would drop without a word
+WITH_LOSSES = 2  # has changes of the loss, which versions that read only format 1 would drop silently
 WITH_ESTIMATES = 3  # has changes of the loss by gradient, which older versions would take for measured ones
 EXACT, GRADIENT = "exact", "gradient"  # how changes of the loss were found
 RESAMPLES = 1000
@@ -183,7 +183,7 @@ class ContextNeed:
         return join_needs([self, other])
 
     def to_json(self) -> dict[str, Any]:
-        """The need as plain JSON values; without changes of the loss in the format of versions that know none."""
+        """The need as plain JSON values; without changes of the loss, in the older format that has none."""
         document = {
             "headwise": "context need",
             "format": self._format,

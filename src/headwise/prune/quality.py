@@ -59,7 +59,7 @@ class QualityPerText:
 
 @dataclass(frozen=True)
 class LossChange:
-    """A model's mean loss relative to the full model's, less 1, with its 95 % interval over the same texts."""
+    """A model's mean loss relative to the full model's, minus 1, with its 95 % interval over the same texts."""
 
     value: float
     low: float

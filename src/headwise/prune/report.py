@@ -115,7 +115,7 @@ class PruneReport:
 
 
 def savings_limit(report: PruneReport) -> str:
-    """The most that removing heads can save at all, in words."""
+    """A description of the most that removing heads can save."""
     before, latency = report.before, report.latency[0]
     words = (
         f"all heads together are {before.of_heads:,} of {before.parameters:,} parameters "

@@ -58,7 +58,7 @@ def prune_and_measure(
         saved_plan: a plan to follow instead of scoring.
         progress: called with the kind of work, the number of finished steps and their total number.
         compute_scores, train: stand in for `importance` and `recover` where several processes share the work.
-        first: this process measures quality and time; the reports of the others lack both.
+        first: whether this process measures quality and time; the reports of other processes lack both.
     """
     head_scores = None
     if saved_plan is not None:

@@ -19,7 +19,7 @@ from .sequence_losses import leave_out, loss_heads, plan_of, sequence_losses
 
 
 def streams(model: Any, plan: StreamPlan | None) -> AbstractContextManager[Any]:
-    """Inside `with`, the heads of a plan stream; with None, none do and the model is as it is."""
+    """Inside `with`, the heads of a plan stream; with None, no head streams and the model is unchanged."""
     return nullcontext() if plan is None else streaming(model, plan)
 
 

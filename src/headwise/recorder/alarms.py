@@ -53,7 +53,7 @@ class Thresholds:
                 raise HeadwiseError(f"the threshold {name} must be a number or None, got {bound!r}")
 
     def relaxed(self) -> Thresholds:
-        """The thresholds that a head must be within again before it is reported anew: values near one would flicker."""
+        """The thresholds that a head must satisfy before it is reported again, against flickering alarms."""
         factors = {"entropy": 1.5, "max_logit": 0.7, "sink": 0.9, "output": 1.5, "twin": 0.9}
         bounds = asdict(self)
         return Thresholds(**{name: None if x is None else x * factors[name] for name, x in bounds.items()})

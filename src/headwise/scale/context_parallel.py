@@ -67,7 +67,8 @@ def context_parallel_attend(
         q: (B, Hq, tokens here, D), this rank's tokens of the whole sequence, as returned by `shard_sequence`.
         k, v: (B, Hkv, tokens here, D) and (B, Hkv, tokens here, Dv).
         mesh: the device mesh of the ranks; all ranks by default.
-        timeout: seconds that a rank waits for the others, in forward and in backward; that of their group by default.
+        timeout: seconds that a rank waits for the others, in forward and in backward; the time-out of their group by
+            default.
         options: the same on all ranks:
             causal, window, scale, softcap, sinks, gates: as in headwise.attend.
             lengths: (B,), of the whole sequences.

@@ -143,7 +143,7 @@ def importance(
 ) -> HeadScores:
     """headwise.importance over ranks: each scores its part of the batches, and all get all scores. All must call it.
 
-    A score that is not additive over batches (its row in the registry says so) is computed whole by every rank.
+    A score that is not additive over batches (see its entry in the registry) is computed completely by every rank.
 
     Args:
         model, batches, score, loss, unit, seed: as in headwise.importance, the same on all ranks.

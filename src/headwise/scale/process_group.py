@@ -76,7 +76,7 @@ def under_torchrun() -> bool:
 
 
 def _init_process_group(backend: str, timeout: timedelta) -> None:
-    """Join the other ranks; an error in words where they do not come, or this one cannot reach the first."""
+    """Join the other ranks; raises an error if they do not join, or if this rank cannot reach the first."""
     try:
         _rendezvous(backend, timeout)
     except (RuntimeError, dist.DistError) as error:

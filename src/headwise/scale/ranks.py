@@ -35,7 +35,7 @@ ABSENCE_WAIT = 2.0  # seconds in which a rank finds out which others wait too
 STORE_WAIT = 5.0  # seconds in which the store answers; else the machine that holds it is cut off
 WAITING_KEY = "headwise/waiting"  # in the store: what a rank waited for when the transport failed
 FAILURE_KEY = "headwise/failure"  # in the store: the message of the rank that failed
-FEW_RANKS = 8  # up to so many, every rank sends its digest to every other, which takes less time than an all-reduce
+FEW_RANKS = 8  # up to this many ranks, every rank sends its digest to every other, which is faster than an all-reduce
 UNUSED_TAG = (1 << 31) - 1  # of point-to-point messages that no rank sends
 AGREEMENT_TAG = UNUSED_TAG - 1  # of digests
 OUT_OF_STEP = "the ranks are no longer in step, start all of them again"
@@ -356,7 +356,7 @@ def default_store() -> Any:
 
 
 def ask_store(question: Callable[[Any], str], seconds: float = STORE_WAIT) -> str:
-    """What a question to the store gives; "" where the store has ended.
+    """The answer of the store to a request; "" if the store has ended.
 
     Raises:
         TimeoutError: there is no answer, since the machine that holds the store, or this one, is cut off. A question

@@ -68,7 +68,7 @@ def positions_of_counts(counts: Sequence[int], rank: int, zigzag: bool) -> Tenso
 
 
 def plan_of_counts(counts: Sequence[int], left: int | None, right: int | None, zigzag: bool) -> SequencePlan:
-    """The plan of a sequence of which the ranks hold so many tokens each; refused where it is split in another way."""
+    """The plan of a sequence from the number of tokens on each rank; refused if it is split in another way."""
     return _plan_of_counts(tuple(counts), left, right, zigzag)
 
 

@@ -361,7 +361,7 @@ def steps(record: LayerRecord, heads: Sequence[int]) -> dict[str, Any] | None:
 
 
 def _has_more_options(reading: Reading) -> bool:
-    """Whether scores depend on options that the page does not know."""
+    """Whether scores depend on options that the page does not support."""
     options = reading.options
     tensors = any(options.get(name) is not None for name in ("slopes", "gates", "starts", "lengths"))
     return tensors or options.get("keep_first", 0) != 0

@@ -59,7 +59,7 @@ class Service:
 
     @property
     def live(self) -> dict[str, Any]:
-        """What the page knows about this service."""
+        """The facts about this service that the page receives."""
         return {"models": self.names, "text": self.text, "target": self.target, "longest": self.longest}
 
     def load(self, name: str) -> tuple[Any, Any]:

@@ -47,7 +47,7 @@ def view(
         tokenizer: the tokenizer of the model, if it cannot be found by name.
         processor: the transformers image processor of a vision model, if it cannot be found by name.
         against: a second text, to compare with the first.
-        beside: a second model on the same text, by name or as (model, tokenizer).
+        beside: a second model to compare with on the same text, by name or as (model, tokenizer).
         target: the decoder input of an encoder-decoder model; with an image, the text that goes with it.
         off: {layer: [heads]} to switch off; the result is compared with the same pass with all heads on.
         heads: a head such as "3.1", or several, to show first.

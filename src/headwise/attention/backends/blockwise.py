@@ -380,7 +380,7 @@ def all_finite(x: Tensor) -> bool:
 
 
 def has_hidden_nonfinite(v: Tensor, visibility: Visibility) -> bool:
-    """Whether v holds NaN or infinities that are hidden from some query, where that is cheap to find out."""
+    """Whether v contains NaN or infinities that are hidden from some query; checked only if that is cheap."""
     return visibility.hides and visibility.readable and not all_finite(v)
 
 

@@ -99,7 +99,7 @@ def restore_attention(model: Model) -> Model:
 
 
 def _encoder_layers(model: nn.Module) -> list[nn.TransformerEncoderLayer]:
-    """PyTorch's own layers that alone use an attention module that was replaced."""
+    """PyTorch's own layers that are the only users of a replaced attention module."""
     parents: dict[nn.Module, set[nn.Module]] = {}
     for parent in model.modules():
         for child in parent.children():

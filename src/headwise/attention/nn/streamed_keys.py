@@ -295,7 +295,7 @@ class StreamedKeys:
     def __init__(self, heads: StreamingHeads) -> None:
         self.heads, self.kv_heads, self.streaming = heads, heads.kv_heads, sorted(heads.streaming)
         self.whole = [head for head in range(self.kv_heads) if head not in heads.streaming]
-        self.record_past = False  # whether new keys stay beside the ring until `crop`, so that it can undo them
+        self.record_past = False  # whether new keys stay outside the ring buffer until `crop`, so that it can undo them
         self.full, self.ring = GrowingKeys(), RingKeys(heads.window, heads.keep_first)
         self._tail: tuple[Tensor, Tensor] | None = None  # of streaming heads: keys and values that are not in the ring
 
@@ -354,7 +354,7 @@ class StreamedKeys:
         return self.ring.can_crop(length, sequences)
 
     def crop(self, length: int, sequences: SequenceStarts) -> None:
-        """Forget the tokens from a position on; tokens that wait beside the ring enter it."""
+        """Drop the tokens from a position on; tokens that wait outside the ring buffer enter it."""
         self.full.crop(length)
         if self._tail is not None:
             remaining = max(0, length - self.ring.length)
@@ -431,7 +431,7 @@ class StreamedKeys:
 
 
 def writable(x: Tensor) -> Tensor:
-    """A buffer that may be written to: one made in inference mode may not, outside it."""
+    """A buffer that may be written to: buffers made in inference mode may not be written outside it."""
     return x.clone() if x.is_inference() and not torch.is_inference_mode_enabled() else x
 
 

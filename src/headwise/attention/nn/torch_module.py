@@ -173,7 +173,7 @@ class HeadwiseMultiheadAttention(nn.MultiheadAttention):
 
 
 def _keep_in_module(module: nn.Module, args: Any) -> None:
-    """A hook that does nothing: nn.TransformerEncoderLayer takes its fast path around modules without hooks alone."""
+    """A hook that does nothing: nn.TransformerEncoderLayer uses its fast path only if the module has no hooks."""
 
 
 def forbid_fast_path(module: nn.Module) -> None:

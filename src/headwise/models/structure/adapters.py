@@ -154,7 +154,7 @@ def _number(module: nn.Module, name: str | int, argument: str) -> int:
 
 
 def _load_entry_points() -> None:
-    """Run the adapters that installed libraries ship; one that fails is named, and the others go on."""
+    """Run the adapters of installed libraries; a failing adapter is named, and the others still run."""
     if not _pending:
         return
     with _lock:

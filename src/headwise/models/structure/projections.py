@@ -105,7 +105,7 @@ def find_projections(model: nn.Module, site: Site) -> Projections:
 def layer_shapes(model: nn.Module) -> tuple[LayerShape, ...]:
     """Kind, layer number, query heads and KV heads of every attention layer of a model.
 
-    Where projections are not known, every query head counts as having keys and values of its own.
+    If projections are not known, every query head is assumed to have its own keys and values.
     """
     shapes: list[LayerShape] = []
     for site in attention_sites(model):

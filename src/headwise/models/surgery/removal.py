@@ -172,7 +172,7 @@ def _check_result(
     constants: dict[str, Tensor],
     batches: list[Any] | None,
 ) -> None:
-    """A pruned model runs; where the code is not known, it gives what the model with zeroed heads gives."""
+    """Check that a pruned model runs; if its code is not known, also that it equals the model with zeroed heads."""
     inputs = dummy_inputs(pruned)
     if foreign:
         zeroed_model = copy_for_surgery(model)

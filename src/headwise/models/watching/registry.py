@@ -90,7 +90,7 @@ def remove(modules: list[nn.Module], watcher: Watcher) -> None:
 
 
 def replace_functions(replacements: Mapping[nn.Module, Replacement]) -> None:
-    """From now on the calls of these modules are answered by these; watchers see them as before."""
+    """Answer the calls of these modules with these functions from now on; watchers still see the calls."""
     with _lock:
         if not _is_installed():
             _install()

@@ -47,7 +47,7 @@ class Watcher(Protocol):
         """
 
     def see_known(self, call: KnownCall, answer: Answer, innermost: bool) -> Any:
-        """Answer a known call with what answer gives, or with the output from one pass where that is permitted.
+        """Answer a known call with the result of `answer`, or with the output from one pass if that is permitted.
 
         answer: takes the call, or one with other queries, keys or values.
         """

@@ -212,7 +212,7 @@ class Watch:
             self._functions.stop()
 
     def find_layer(self, module: nn.Module, turn: int) -> None:
-        """Number the layers again where one was seen that was not known before. `FunctionSource` calls this."""
+        """Renumber the layers if a new one was observed. `FunctionSource` calls this."""
         if not self._pass.knows(module, turn):
             sites = attention_sites(self.model)
             self._pass.relabel(sites)
@@ -327,7 +327,7 @@ class Watch:
         return stats if same_outputs(ours, by_head(output, reading), reading.v, context.real) else None
 
     def _in_one_pass(self, call: ModelCall, reading: Reading) -> bool:
-        """Whether our own pass gives the output too: where the mask was never made, or where that is faster."""
+        """Whether our own pass computes the output too: if the mask was never built, or if that is faster."""
         if isinstance(call.mask, LazyMask):
             return True
         plain = call.implementation in ("sdpa", NAME) and not call.options.get("output_attentions")

@@ -72,7 +72,7 @@ class Observer:
 
     @contextmanager
     def watching(self) -> Iterator[Observer]:
-        """The model is in eval mode meanwhile, and as it was afterwards."""
+        """The model is in eval mode inside the context and is restored afterwards."""
         modes = [(module, module.training) for module in self.model.modules()]
         self.model.eval()
         try:

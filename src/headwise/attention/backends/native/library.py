@@ -54,7 +54,7 @@ class Library(NamedTuple):
 
 @cache
 def library() -> Library | str:
-    """The binary, or why there is none."""
+    """The binary, or the reason why it is missing."""
     binary, note = FOLDER / BINARY, FOLDER / NOTE
     if not binary.exists():
         reason = note.read_text() if note.exists() else f"with a C compiler at hand, {REBUILD}"
@@ -172,7 +172,7 @@ def explain(call: AttentionCall) -> str:
 
 
 class Template(NamedTuple):
-    """What calls of the same sizes, strides and options share: they differ in their tensors' addresses alone."""
+    """The shared data of calls with the same sizes, strides and options, which differ only in tensor addresses."""
 
     fields: bytes  # FORM
     sums_shape: tuple[int, ...]  # of the statistics without classes, (COLUMNS, B, H)

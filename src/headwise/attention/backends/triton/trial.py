@@ -41,7 +41,7 @@ def is_needed(device: torch.device) -> bool:
 
 
 class Kind(NamedTuple):
-    """What makes a specialisation: calls that agree in all of this run the same code."""
+    """The properties that determine a specialisation: calls that agree in all of them run the same code."""
 
     device: torch.device
     dtype: torch.dtype

@@ -34,7 +34,7 @@ DIGITS = 4
 
 
 def measure(subject: Subject) -> Measurement:
-    """The rise of every head, and what the model itself makes of both kinds of prompts."""
+    """The increase for every head, and the model's own accuracy on both kinds of prompts."""
     prompts = few_shot_prompts(subject.tokenizer, COUNT, SHUFFLED, subject.seed)
     model = subject.model
     training = model.training
@@ -103,7 +103,7 @@ class PromptBatch:
 
 @contextmanager
 def _last_token_logits(model: Any) -> Iterator[None]:
-    """Inside `with`, the unembedding reads the last token of each row alone."""
+    """Inside `with`, the unembedding reads only the last token of each row."""
     find = getattr(model, "get_output_embeddings", None)
     unembedding = find() if callable(find) else None
     if unembedding is None:
