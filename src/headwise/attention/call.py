@@ -47,7 +47,7 @@ class AttentionCall:
 
     @property
     def gates_stride(self) -> int:
-        """How far the gates of one sequence are from the next one's, once they are contiguous."""
+        """The stride of contiguous gates from one sequence to the next."""
         return 0 if self.gates is None or self.gates.dim() == 1 else self.size.heads
 
     def detach(self) -> AttentionCall:

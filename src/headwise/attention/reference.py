@@ -244,7 +244,7 @@ def head_stats(
 
 
 def _visibility_options(options: Any) -> dict[str, Any]:
-    """Of the options of attend, those of `visible`."""
+    """The options of attend that `visible` takes."""
     return {name: options[name] for name in VISIBILITY if name in options}
 
 

@@ -65,7 +65,7 @@ class HeadStats:
 
     @classmethod
     def from_columns(cls, columns: Any, classes: Sequence[str], *, cross: bool, sinks: bool) -> HeadStats:
-        """From what a kernel wrote: (COLUMNS and classes, B, H), of which those that do not apply are dropped."""
+        """From a kernel's output (COLUMNS and classes, B, H), without the columns that do not apply."""
         return cls(*name_columns(columns, classes, cross=cross, sinks=sinks))
 
     def __getstate__(self) -> tuple[None, dict[str, Any]]:
@@ -167,7 +167,7 @@ class HeadStats:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> HeadStats:
-        """What `to_json` wrote, in NumPy arrays."""
+        """Restore the result of `to_json`, in NumPy arrays."""
         heads = data["heads"]
 
         def table(rows: Any) -> Any:

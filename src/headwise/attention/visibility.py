@@ -185,7 +185,7 @@ class Visibility:
         return visible[..., 0]
 
     def bias(self, rows: slice | Tensor, low: int, high: int) -> Tensor | None:
-        """What is added to the scores of this block, broadcastable to (B, H, rows, keys), or None."""
+        """The bias that is added to the scores of this block, broadcastable to (B, H, rows, keys), or None."""
         total = None
         if self.mask is not None and self.mask.dtype != torch.bool:
             total = self._mask_block(self.mask, rows, low, high)

@@ -44,7 +44,7 @@ class Problem:
         return 1 / math.sqrt(self.q.shape[-1])
 
     def bias(self) -> Tensor:
-        """What hides later keys, (Tq, T): 0 or -inf."""
+        """The causal bias (Tq, T), 0 or -inf."""
         hidden = torch.ones(self.q.shape[2], self.k.shape[2], dtype=torch.bool).triu(1)
         return torch.zeros(hidden.shape).masked_fill(hidden, -torch.inf)
 

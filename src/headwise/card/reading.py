@@ -86,7 +86,7 @@ def _file(path: Path) -> Card:
 
 
 def _pruning_record(file: Path) -> PruningRecord | None:
-    """What headwise.save wrote beside a file. Most models are not pruned: the file is looked for before the import."""
+    """The record that headwise.save wrote next to a file; checked before the import, since most models have none."""
     if not file.with_name("headwise.json").is_file():
         return None
     from .sources.pruned import read as read_pruned

@@ -114,7 +114,7 @@ class Counts:
 
 
 class Unknown(NamedTuple):
-    """In place of a count that would be a guess: the reason, with None for every number."""
+    """Replaces a count that would be a guess: the reason, with None for every number."""
 
     reason: str
     attention: None = None

@@ -233,7 +233,7 @@ def _per_value(parts: Tensor, size: int) -> Tensor:
 
 
 def _shared_part(values: Tensor, leaf: Tensor) -> Tensor:
-    """What a leaf that all prompts share adds to each value."""
+    """The contribution of a leaf that all prompts share to each value."""
     parts = []
     for row in torch.eye(len(values), dtype=values.dtype, device=values.device):
         (gradient,) = torch.autograd.grad(values, leaf, row, retain_graph=True)

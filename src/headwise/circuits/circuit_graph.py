@@ -47,7 +47,7 @@ class Slot(NamedTuple):
 
 @dataclass(eq=False)
 class Reader:
-    """What reads the stream through one norm: an attention layer, a feed-forward block, or the output."""
+    """A reader of the stream through one norm: an attention layer, a feed-forward block, or the output."""
 
     norm: nn.Module
     slots: list[Slot]

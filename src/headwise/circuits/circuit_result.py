@@ -39,7 +39,7 @@ class CircuitNode(NamedTuple):
 
 
 class Edge(NamedTuple):
-    """From what one node writes to what another reads."""
+    """An edge from the output of one node to an input of another."""
 
     source: str
     target: str

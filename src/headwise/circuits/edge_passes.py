@@ -30,7 +30,7 @@ Embeddings = dict[nn.Module, Tensor]  # outputs of the embedding modules
 
 @dataclass
 class Activations:
-    """What one pass gave."""
+    """The recorded activations of one pass."""
 
     values: Tensor  # the metric, (B,) or (1,)
     written: Tensor  # (U, B, T, d): what each writer adds, without its factor
@@ -110,7 +110,7 @@ class _EdgeHooks(ABC):
 
 
 class _HeadWrites:
-    """What each head of a layer adds to the stream, from W_O's input: (B, T, H * width) -> (H, B, T, d)."""
+    """The contribution of each head of a layer to the stream, from W_O's input: (B, T, H * width) -> (H, B, T, d)."""
 
     def __init__(self, model: nn.Module, site: Site) -> None:
         layer = projections_of(model, site)

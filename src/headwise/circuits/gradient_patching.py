@@ -23,7 +23,7 @@ from .patch_runs import Baseline, PatchRuns, SiteShape, site_shape
 
 
 class Estimate(NamedTuple):
-    """What is estimated of one pair."""
+    """The estimates for one pair."""
 
     baseline: Baseline
     changes: dict[Site, Tensor]  # (B, heads), or (1, heads): of the metric of this run, by each head's patch

@@ -84,7 +84,7 @@ def read_norm(module: nn.Module, path: str, width: int, dtype: torch.dtype) -> N
 
 
 def possible_forms(module: nn.Module, width: int) -> Iterator[tuple[Tensor | None, Tensor | None, bool]]:
-    """What a norm may compute, by its parameters: gamma, beta, and whether it takes the mean off first."""
+    """The forms that a norm may have, from its parameters: gamma, beta, and whether it subtracts the mean first."""
     weight, bias = (_vector(module, name, width) for name in ("weight", "bias"))
     gammas = [weight, 1 + weight] if weight is not None else [None]  # Gemma's norms have 1 + weight
     for gamma in gammas:

@@ -59,7 +59,7 @@ class NormRecord(NamedTuple):
 
 @dataclass
 class StreamPass:
-    """What one pass gave: a leaf per writer, the heads' outputs, and the norms on the way."""
+    """The record of one pass: a leaf per writer, the heads' outputs, and the norms on the path."""
 
     values: Tensor | None = None  # the metric
     leaves: dict[tuple[nn.Module, int], Tensor] = field(default_factory=dict)
@@ -126,7 +126,7 @@ def run_cut(
 
 
 class _StreamHooks:
-    """What finding a stream and cutting it have in common."""
+    """The hooks that finding a stream and detaching it share."""
 
     def __init__(self, model: nn.Module, sites: list[Site]) -> None:
         self.model, self.sites = model, sites

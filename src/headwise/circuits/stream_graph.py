@@ -44,7 +44,7 @@ class ModuleCall(NamedTuple):
 
 @dataclass
 class StreamGraph:
-    """What one pass recorded, to be read with `read_writers`."""
+    """The record of one pass, to be read with `read_writers`."""
 
     leaves: dict[int, ModuleCall] = field(default_factory=dict)  # by id of the leaf tensor
     attention: dict[int, int] = field(default_factory=dict)  # by id of an attention output's leaf: its layer number

@@ -82,7 +82,7 @@ class Standout:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Inspection:
-    """What every head does on one text, as `headwise.inspect` gives it. It prints as a page.
+    """What every head does on one text: the result of `headwise.inspect`. It prints as a page.
 
     Layers and heads count from 0 and are written layer.head. L layers, H heads, W words.
 

@@ -10,7 +10,7 @@ from torch import nn
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """In eval mode and without gradients of the parameters; both are restored."""
+    """Set eval mode and disable gradients of the parameters; both are restored."""
     training = {module: module.training for module in model.modules()}
     requires_grad = {parameter: parameter.requires_grad for parameter in model.parameters()}
     model.eval()

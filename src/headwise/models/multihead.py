@@ -40,7 +40,7 @@ class MultiheadCall(NamedTuple):
 
 
 class Attended(NamedTuple):
-    """What attention gives."""
+    """The result of attention."""
 
     output: Tensor  # (B, H, Tq, D)
     weights: Tensor | None  # (B, H, Tq, Tk) after dropout, where they are needed
@@ -102,7 +102,7 @@ class PrunedMultiheadAttention(nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """As nn.MultiheadAttention.forward."""
+        """Like nn.MultiheadAttention.forward."""
         return run(self, query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)
 
 
@@ -199,7 +199,7 @@ def _append_keys(module: nn.MultiheadAttention, q: Tensor, k: Tensor, v: Tensor)
 
 
 def _attend(call: MultiheadCall) -> Attended:
-    """What F.multi_head_attention_forward computes."""
+    """The computation of F.multi_head_attention_forward."""
     q, k, v = (_side_by_side(x) for x in (call.q, call.k, call.v))
     mask = _added_mask(call)  # (1 or B * H, 1 or Tq, Tk)
     shape = call.q.shape[:2]

@@ -102,7 +102,7 @@ def context_need(
 
 
 class NeedSettings:
-    """What is measured of every batch, checked."""
+    """The validated settings of the measurement of every batch."""
 
     def __init__(self, windows: Any, keep_first: Any, loss: Any = False) -> None:
         self.windows = _check_windows(windows)

@@ -177,7 +177,7 @@ class ContextNeed:
                     yield KVHeadNeed(kind, index, head, window, *numbers)
 
     def __add__(self, other: ContextNeed) -> ContextNeed:
-        """What both corpora give together."""
+        """The need over both corpora."""
         if not isinstance(other, ContextNeed):
             return NotImplemented
         return join_needs([self, other])

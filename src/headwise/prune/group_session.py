@@ -45,7 +45,7 @@ def check_kv_heads(model: Any, kv_heads: int) -> None:
 
 
 class _Run:
-    """What all points of one run are measured with."""
+    """The shared inputs and settings of all points of one run."""
 
     def __init__(self, model: Any, texts: TextBatches, options: GroupOptions, out: Path, progress: Progress) -> None:
         self.model, self.texts, self.options, self.out, self.progress = model, texts, options, out, progress

@@ -33,7 +33,7 @@ CONFIG_COUNT = "num_key_value_heads"  # in the configs of transformers' models
 
 @dataclass(frozen=True)
 class GroupedHeads:
-    """What the heads of one layer of a grouped model were before."""
+    """The old heads that the heads of one layer of a grouped model come from."""
 
     query: tuple[int, ...]  # for each query head its old number
     kv: tuple[tuple[int, ...], ...]  # for each KV head the old KV heads whose mean it is

@@ -152,7 +152,7 @@ def _group_sizes(layer: AttentionLayer, removed: set[int]) -> list[int]:
 
 
 def cost(layer: AttentionLayer, removed: set[int], budget: str) -> float:
-    """What a layer without the removed heads counts in a budget, its groups padded as surgery will pad them."""
+    """The cost of a layer without the removed heads in a budget, with its groups padded as surgery will pad them."""
     sizes = _group_sizes(layer, removed)
     groups = [count for count in sizes if count]
     if budget == "heads":

@@ -32,7 +32,7 @@ IDENTITY = {
 def run_identity(
     pruned: nn.Module, full: nn.Module, batches: list[Any], steps: int, rate: float, note: str
 ) -> dict[str, str]:
-    """What a run is of, by content, for the header of its checkpoints; a checkpoint of anything else is another run's.
+    """The identity of a run, by content, for the header of its checkpoints; other checkpoints belong to other runs.
 
     note: words of the caller's, which are kept but do not identify the run.
     """

@@ -158,7 +158,7 @@ def card_quality(report: PruneReport) -> dict[str, tuple[str, str]]:
 
 
 def export_lines(report: PruneReport) -> list[str]:
-    """What became of the further forms, one line for each."""
+    """The result of each further form, one line each."""
     return [f"no model.{name}: {x}" if isinstance(x, str) else str(x) for name, x in report.exports.items()]
 
 

@@ -187,7 +187,7 @@ def _recover(
 
 
 def _checkpoint_note(options: PruneOptions, head_plan: Plan) -> str:
-    """What a checkpoint says about its run, beside what identifies it."""
+    """The note of a checkpoint about its run, in addition to its identity."""
     return json.dumps({"asked": asdict(options), "plan": head_plan.to_json()})
 
 

@@ -115,7 +115,7 @@ def _by_rank(needs: list[ContextNeed], window: int) -> list[KVHead]:
 
 
 def _changes(need: ContextNeed, window: int) -> dict[KVHead, float]:
-    """By KV head that may stream: the change of the loss where it is known of all, else that of the output."""
+    """For each KV head that may stream: the change of the loss if it is known for all heads, else of the output."""
     fixed = {layer[:2] for layer in need.layers if layer.window is not None}
     rows = [row for row in need.rows() if row.window == window and row[:2] not in fixed]
     by_loss = _has_loss_changes(need)

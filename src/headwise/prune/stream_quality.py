@@ -41,7 +41,7 @@ def answers(model: Any, prompt: NeedlePrompt, plan: StreamPlan | None) -> bool:
 
 
 def random_plan(plan: StreamPlan, seed: int, draw: int) -> StreamPlan:
-    """As many KV heads as a plan streams, drawn from those that may."""
+    """A plan of the same number of KV heads, drawn at random from those that may stream."""
     heads = loss_heads(True, plan.layers)
     chosen = np.random.default_rng([seed, draw]).choice(len(heads), plan.streaming, replace=False)
     return plan_of([heads[i] for i in sorted(chosen)], plan.layers, plan.window, plan.keep_first, f"random draw {draw}")

@@ -33,7 +33,7 @@ DIFFERENT = 0.02  # relative distance of W_O's input from the heads' outputs tha
 
 @dataclass(frozen=True)
 class _Call:
-    """What one attention call of a layer gave."""
+    """The record of one attention call of a layer."""
 
     layer: StreamLayer
     tokens: np.ndarray  # (B,), those whose losses count

@@ -243,7 +243,7 @@ class Recorder(TrainerEvents):
         return watch_calls(self.model, self._totals, self._exact)
 
     def _share_heads(self, new_watch: Watch) -> None:
-        """Where ranks split heads or tokens, each of them has the totals of all: one of them counts, and writes."""
+        """If ranks split heads or tokens, each of them has the totals of all; only one of them counts and writes."""
         for group in new_watch.rank_groups if self._ranks.group is not None else ():
             recording_ranks = dist.get_process_group_ranks(self._ranks.group)
             members = dist.get_process_group_ranks(group.group)

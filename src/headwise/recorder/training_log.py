@@ -60,7 +60,7 @@ class LoggedLayer:
 
 @dataclass(frozen=True)
 class LogHeader:
-    """What a log is a log of."""
+    """The header of a log: what it records."""
 
     model: str  # the model's class
     fingerprint: str  # of the model's structure: class, config, names and shapes of the parameters

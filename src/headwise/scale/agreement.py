@@ -31,7 +31,7 @@ LARGE_RMS = 1e3  # values of a larger root mean square are compared by their log
 
 @dataclass(frozen=True)
 class Record:
-    """What one rank is about to do."""
+    """A record of what one rank is about to do."""
 
     status: int
     digest: bytes

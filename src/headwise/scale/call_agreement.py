@@ -83,7 +83,7 @@ class CallAgreement:
 
     @contextmanager
     def keep_rows(self) -> Iterator[None]:
-        """Around calls between which no parameter changes: one agreement about which weights need not be fetched."""
+        """Context for calls between which no parameter changes: one agreement on which weights need not be fetched."""
         if not self.rows.possible:
             yield
             return

@@ -58,7 +58,7 @@ class SplitSequenceAttention(MultiHeadAttention):
 
     @property
     def token_ranks(self) -> Ranks:
-        """Those that have the tokens."""
+        """The ranks that the tokens are split over."""
         return ranks_of(self.mesh, self.timeout, DIMENSION)
 
     @property

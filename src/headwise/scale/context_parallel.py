@@ -202,7 +202,7 @@ def build_split_call(
 def check_and_describe(
     q: Tensor, k: Tensor, v: Tensor, options: ContextParallelOptions, with_gradient: bool | None = None
 ) -> str:
-    """What one rank is about to compute, as text that must be the same on all; an error where it cannot be computed."""
+    """Describe what one rank is about to compute, as text that must be equal on all ranks; raises if it cannot."""
     check_options(options, OPTION_NAMES)
     left, right = band_of(options)
     size = sizes(q, k, v)

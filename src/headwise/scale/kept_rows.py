@@ -24,7 +24,7 @@ CHANGED = -1  # in an agreement: a parameter has changed since its rows were fet
 
 
 class Kept(NamedTuple):
-    """What one layer keeps."""
+    """The rows that one layer keeps."""
 
     sums: Tensor  # of the stored parameters when the rows were fetched, see `content_sums`
     rows: list[Tensor]

@@ -55,7 +55,7 @@ class ColumnParallelLinear(nn.Linear):
         return F.linear(x, weight, *bias)
 
     def stored(self) -> list[Tensor]:
-        """What this rank stores of the parameters whose rows are fetched."""
+        """This rank's part of the parameters whose rows are fetched."""
         return [local_tensor(p) for p in (self.weight, self.bias) if p is not None]
 
     def fetch(self) -> list[Tensor]:
@@ -79,7 +79,7 @@ class RowParallelLinear(nn.Linear):
         return out if self.bias is None else out + local_tensor(self.bias)
 
     def stored(self) -> list[Tensor]:
-        """What this rank stores of the weight, whose columns are fetched."""
+        """This rank's part of the weight whose columns are fetched."""
         return [local_tensor(self.weight)]
 
     def fetch(self) -> list[Tensor]:

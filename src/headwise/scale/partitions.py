@@ -41,7 +41,7 @@ class HeadPartition:
 
     @property
     def heads(self) -> Heads:
-        """Of the whole layer."""
+        """The heads of the whole layer."""
         return self.plan.heads
 
     def is_whole(self, heads: int) -> bool:
@@ -64,7 +64,7 @@ class HeadPartition:
         return self.gather(local.unflatten(-1, (self._slots, -1)), x.dim() - 1).flatten(-2)
 
     def part(self, whole: Tensor, x: Tensor) -> Tensor:
-        """What `join` made of x, or something in its place -> this rank's part."""
+        """The result of `join`, or a replacement of it -> this rank's part."""
         local = whole
         if not self._has_all(x.to_local() if isinstance(x, DTensor) else x):
             heads = whole.unflatten(-1, (self.heads.query, -1))

@@ -379,7 +379,7 @@ def ask_store(question: Callable[[Any], str], seconds: float = STORE_WAIT) -> st
 
 
 def describe_cut(machine: int) -> str:
-    """That a machine and the first one, which holds the store, do not reach each other: the same words on both."""
+    """A message that a machine and the first one, which holds the store, do not reach each other; the same on both."""
     address = os.environ.get("MASTER_ADDR", "its address is not known")
     if not machine:
         return f"the machine of rank 0 ({address}) cannot be reached: it is down or cut off"

@@ -16,7 +16,7 @@ from .row_plan import RowPlan
 
 @dataclass(frozen=True)
 class RowExchange:
-    """What one rank sends and gets of the rows of a parameter."""
+    """The rows of a parameter that one rank sends and receives."""
 
     ranks: Ranks
     local: bool  # every rank stores the rows that it needs
@@ -109,7 +109,7 @@ def _send(
 
 
 def _narrow(tensors: Any, dim: int, rows: range, whole: range) -> list[Tensor]:
-    """Of tensors that hold the rows `whole`, some of them."""
+    """Some rows of tensors that hold the rows `whole`."""
     return [x.narrow(dim, rows.start - whole.start if rows else 0, len(rows)) for x in tensors]
 
 

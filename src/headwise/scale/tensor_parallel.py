@@ -56,7 +56,7 @@ class SplitAttention(MultiHeadAttention):
     _head_numbers: Tensor  # of this rank's query heads, in the whole layer
 
     def forward(self, query: Tensor, key: Tensor | None = None, value: Tensor | None = None, **options: Any) -> Any:
-        """As MultiHeadAttention.forward."""
+        """Like MultiHeadAttention.forward."""
         if self.training and self.dropout > 0:
             if torch.compiler.is_compiling():
                 recorded_seeds.append(torch.randint(2**62, (), device=query.device) + self.ranks.rank)
@@ -75,12 +75,12 @@ class SplitAttention(MultiHeadAttention):
         return out, gather_heads(weights, self.plan, self.ranks)
 
     def weights(self, query: Tensor, key: Tensor | None = None, *, heads: Any = None, **options: Any) -> Tensor:
-        """As MultiHeadAttention.weights, of all heads, on every rank."""
+        """Like MultiHeadAttention.weights, for all heads, on every rank."""
         weights = gather_heads(super().weights(query, key, **options), self.plan, self.ranks)
         return weights if heads is None else weights[:, pick("head", heads, self.plan.heads.query)]
 
     def stats(self, query: Tensor, key: Tensor | None = None, value: Tensor | None = None, **options: Any) -> HeadStats:
-        """As MultiHeadAttention.stats, of all heads, on every rank."""
+        """Like MultiHeadAttention.stats, for all heads, on every rank."""
         return gather_stats(super().stats(query, key, value, **options), self.plan, self.ranks)
 
     @property

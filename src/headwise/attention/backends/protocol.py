@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class ExtraOutputs(NamedTuple):
-    """What is requested of a backend besides the output."""
+    """The outputs that a call requests besides the attention output."""
 
     stats: StatsRequest | None = None
     lse: bool = False  # each row's log-sum-exp

@@ -293,7 +293,7 @@ def _backward_in_operators(
 def _flash_in_operators(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float, first: int = 0
 ) -> Tensor:
-    """What the flash kernel computes for the queries from `first` on, by operators that have every derivative."""
+    """The flash kernel's result for the queries from `first` on, by operators that have every derivative."""
     s = grouped_matmul(upcast(q) * scale, upcast(k).transpose(-1, -2))
     if causal:
         s = s.masked_fill(s.new_ones(s.shape[-2:], dtype=torch.bool).triu(1 + first), -torch.inf)

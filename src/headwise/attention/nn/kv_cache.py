@@ -65,7 +65,7 @@ class KVCache:
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        """Of a copy: it is of the layer that uses it next, which may be a copy too."""
+        """The state of a copy, without its layer: the copy belongs to the layer that uses it next."""
         return {**vars(self), "layer": None}
 
     def positions(self, count: int, device: torch.device) -> Tensor:

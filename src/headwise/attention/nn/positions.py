@@ -130,7 +130,7 @@ def _llama3(plain: Tensor, base: float, scaling: dict[str, Any]) -> tuple[Tensor
 
 
 def _yarn(plain: Tensor, base: float, scaling: dict[str, Any]) -> tuple[Tensor, float]:
-    """As llama3, but interpolated linearly over the pairs' numbers, and with sharper scores."""
+    """Like llama3, but interpolated linearly over the numbers of the pairs, and with sharper scores."""
     factor, pairs = scaling["factor"], plain.shape[0]
 
     def pair_with_rotations(times: float) -> float:

@@ -136,7 +136,7 @@ class SequenceStarts:
         return self.starts.to(device)[:, None]
 
     def step_places(self, position: int, keep_first: int, window: int) -> tuple[Tensor, Tensor]:
-        """Of the token at a position, in each sequence (B,): its slot, and how many slots are filled then."""
+        """For the token at a position, in each sequence (B,): its slot, and how many slots are then filled."""
         assert self.starts is not None
         key = position, keep_first, window
         if self._steps is None or self._steps[0] != key:  # all layers of a model ask for the same

@@ -27,7 +27,7 @@ _mean_lock = threading.Lock()  # threads may run the model at the same time
 
 @dataclass
 class HeadChange:
-    """What happens to the heads of one site."""
+    """The change to the heads of one site."""
 
     site: Site
     count: int  # of the site's query heads
@@ -47,7 +47,7 @@ class HeadChange:
         return outputs.flatten(-2)
 
     def _replacement(self, outputs: Tensor, real: Tensor | None) -> Tensor:
-        """What takes the place of the outputs (..., replaced heads, head width)."""
+        """The replacement of the outputs (..., replaced heads, head width)."""
         if isinstance(self.value, Tensor):
             return self._broadcast(self.value.to(outputs.device), outputs)
         if self.value == "zero":

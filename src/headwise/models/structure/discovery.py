@@ -77,7 +77,7 @@ def source_of(cls: ModuleClass) -> Source | None:
 
 
 def _places_in_lists(parts: list[str], lists: set[str]) -> list[int]:
-    """Where a path goes on with a place in a list. The model itself, such as a pipeline of models, counts last."""
+    """Where a path continues with an index of a list. The model itself, such as a pipeline of models, counts last."""
     places = [i for i in range(len(parts)) if ".".join(parts[:i]) in lists and parts[i].isdigit()]
     return [i for i in places if i > 0] or places
 

@@ -97,7 +97,7 @@ def select_heads_of(module: nn.Module, name: str, dim: int, slots: Slots, count:
 
 
 def _record_before(layer: Projections) -> KeptHeads:
-    """What a site has of the original heads: all, unless heads were cut out before."""
+    """The original heads that a site has: all, unless heads were removed before."""
     record = kept_heads(layer.site.module)
     if record is None or record.zeroed:
         return KeptHeads(tuple(range(layer.query)), tuple(range(layer.kv)), layer.query, layer.kv)

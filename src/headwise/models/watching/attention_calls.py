@@ -42,7 +42,7 @@ class FunctionCall:
 
 
 class Receiver(Protocol):
-    """What is told of the attention calls that a mode sees."""
+    """The callbacks for attention calls that a mode observes."""
 
     def answer(self, call: FunctionCall, run: Callable[[], Tensor]) -> tuple[Tensor, Any]:
         """The output of a call, in the shape that run gives it, and a token for the call."""

@@ -40,7 +40,7 @@ LIFT = 2  # how many modules a call may be inside the attention module that it i
 
 
 class _ThreadState(threading.local):
-    """What one thread is doing."""
+    """The state of one thread."""
 
     def __init__(self) -> None:
         self.modes: list[FunctionMode] = []  # that are on, the first one nearest to the model's own functions

@@ -120,7 +120,7 @@ def sample_rows(queries: int) -> list[int]:
 
 
 def _form(call: ModelCall) -> Any:
-    """What calls have in common that are read alike."""
+    """The form of a call: calls of the same form are interpreted in the same way."""
     names = tuple(sorted(name for name, x in call.options.items() if x is not None))
     mask, queries = call.mask, call.query.shape[2]
     mask_form = (mask.dtype, *(size > 1 for size in mask.shape)) if isinstance(mask, Tensor) else None

@@ -143,7 +143,7 @@ class Watch:
 
     @property
     def rejected(self) -> list[Rejection]:
-        """What looked like attention in the model's own code and was not recorded: module path, class and reason."""
+        """Calls that look like attention but were not recorded: module path, class and reason."""
         return [] if self._functions is None else list(self._functions.rejected)
 
     def __getitem__(self, key: Key) -> Layer:

@@ -135,7 +135,7 @@ DIFFERENCES = {
 
 
 def _differences(earlier: dict[str, Any], current: dict[str, Any]) -> list[str]:
-    """In words, the settings of an earlier run that are not those of this one."""
+    """A description of the settings in which an earlier run differs from this one."""
     wrong = [key for key, value in current.items() if earlier.get(key) != value]
     words = [
         DIFFERENCES.get(key, f"another {key} ({brief(earlier.get(key))}, now {brief(current[key])})") for key in wrong

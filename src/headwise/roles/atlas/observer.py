@@ -67,7 +67,7 @@ class Observer:
 
     @classmethod
     def of(cls, model: Any) -> Observer:
-        """Of the part of a model that attends."""
+        """An observer of the part of a model that has attention."""
         return cls(text_body(model))
 
     @contextmanager

@@ -213,7 +213,7 @@ def make_template(
 
 
 def _positions(visibility: Visibility) -> tuple[int | Tensor, ...]:
-    """What the kernel takes as one number for all sequences, or as one per sequence; in its order."""
+    """The arguments that are one number for all sequences or one per sequence, in the kernel's order."""
     return visibility.offset, visibility.start, visibility.keep_start, visibility.end
 
 

@@ -89,7 +89,7 @@ class Kind(NamedTuple):
         )  # fmt: skip
 
     def words(self) -> str:
-        """What a user would call it."""
+        """A readable description of this specialisation."""
         options = {
             "grouped heads": self.grouped, "causal": self.causal, "a window": any(self.sides) and not self.causal,
             "windows per head": self.windows, "keep_first": self.keep_first, "a mask": self.mask is not None,

@@ -120,7 +120,7 @@ def _final_stream(subject: Subject, path: DirectPath, streams: list[Tensor]) -> 
 
 
 def lift_sums(effects: Tensor, strongest: Tensor, ids: list[int]) -> BatchSums:
-    """Of one text: how far the effects (H, T, T) on the attended tokens, strongest (H, T), exceed those on others."""
+    """For one text: how far the effects (H, T, T) on the attended tokens, strongest (H, T), exceed those on others."""
     length = len(ids)
     tokens = torch.tensor(ids, device=effects.device)
     on_attended = effects.gather(-1, strongest[..., None])[..., 0]  # (H, T)

@@ -39,7 +39,7 @@ class Writer:
     factor: float  # that a model multiplies its blocks' outputs by
 
     def write(self, outputs: Tensor) -> Tensor:
-        """What each head adds to the stream, (H, n, d), of its outputs (n, H, width): in float64."""
+        """The contribution of each head to the stream, (H, n, d), from its outputs (n, H, width), in float64."""
         weight = self.linear.get_parameter("weight").detach().double()
         rows = (weight.T if row_dim(self.linear) == 0 else weight).unflatten(0, (self.heads, -1))  # (H, width, d)
         written = torch.einsum("nhw,hwd->hnd", outputs.double(), rows)  # without the bias, which is no head's
@@ -71,7 +71,7 @@ class DirectPath:
 
 @dataclass
 class _Seen:
-    """What modules are given and give in one pass."""
+    """The inputs and outputs of modules in one pass."""
 
     norms: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     blocks: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)

@@ -65,7 +65,7 @@ def _take(
 
 
 def _needle_sums(reading: Reading | EagerReading, prompt: NeedlePrompt) -> BatchSums:
-    """Of one prompt: how many of the answer's tokens each head's largest weight is on."""
+    """For one prompt: the number of answer tokens that receive each head's largest weight."""
     weights = reading.weights(prompt.queries, None)[0]  # (H, answer, Tk)
     targets = torch.tensor(list(prompt.needle_span), device=weights.device)
     hits = (weights.argmax(-1) == targets).sum(-1).double().cpu().numpy()

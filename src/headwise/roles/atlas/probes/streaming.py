@@ -54,7 +54,7 @@ def measure(subject: Subject) -> Measurement:
 
 
 def window_sums(reading: Reading | EagerReading, windows: list[int]) -> BatchSums:
-    """Of one text: the weight on the first KEEP_FIRST keys and on each window's, summed over a sample of queries."""
+    """For one text: the weight on the first KEEP_FIRST keys and on each window, summed over a sample of queries."""
     queries = reading.q.shape[2]
     top, bottom = [], []
     for window in windows:
