@@ -82,10 +82,10 @@ def page() -> str:
             "\n## MiniLM: 6 layers x 12 heads, an encoder\n", f"```text\n{mini}\n```",
             "\n## SmolLM2-135M-Instruct: 30 layers x 9 query heads, a decoder\n", f"```text\n{smol}\n```",
             PROBES, *_probe_section(smol),
-            "\n## Beside what others report\n", *_comparison_table(mini, smol),
-            "\n## Where attention rests, layer by layer\n", *_layers(mini, smol),
-            "\n## Which heads look alike\n", *_similarity_lines(mini, smol),
-            "\n## How stable it is\n", *_stability_lines(stable),
+            "\n## Comparison with the literature\n", *_comparison_table(mini, smol),
+            "\n## Attention sinks, layer by layer\n", *_layers(mini, smol),
+            "\n## Similar heads\n", *_similarity_lines(mini, smol),
+            "\n## Stability across corpora\n", *_stability_lines(stable),
             TAIL,
         ]
     )  # fmt: skip
@@ -98,7 +98,7 @@ def _definitions() -> list[str]:
             continue
         name = "offset-5 ... offset+5" if role.name == "offset-2" else role.name
         words = "weight on the token k before or after" if role.name == "offset-2" else role.meaning
-        threshold = f"{role.threshold:.0%} of equal attention's" if role.relative else f"{role.threshold}"
+        threshold = f"{role.threshold:.0%} of uniform attention's" if role.relative else f"{role.threshold}"
         lines.append(f"| {name} | {words} | {threshold} | {role.source} |")
     return lines
 
@@ -119,16 +119,16 @@ def _probe_section(smol: Atlas) -> list[str]:
         "",
         f"- **retrieval**: {len(retrieving)} of {count} heads ({len(retrieving) / count:.0%}; Wu et al. report under "
         f"5 %), {len(retrieving & induction)} of them induction heads, of which there are "
-        f"{len(induction)}. The best: {_names(roles['retrieval'])}. SmolLM2 itself gives {needles['accuracy']:.0%} of "
-        f"the answers' tokens ({by_length} tokens) and {needles['whole']} of {needles['prompts']} answers whole. The "
-        "answer begins with the needle's own words, so a head that looks for earlier occurrences finds it: this is "
-        "retrieval by words, and says nothing about retrieval by meaning.",
+        f"{len(induction)}. The best: {_names(roles['retrieval'])}. SmolLM2 itself predicts {needles['accuracy']:.0%} "
+        f"of the answers' tokens ({by_length} tokens) and {needles['whole']} of {needles['prompts']} complete answers. "
+        "The answer begins with the needle's own words, so a head that looks for earlier occurrences finds it. The "
+        "score therefore measures retrieval by words, not retrieval by meaning.",
         f"- **streaming**: {len(roles['streaming'])} heads. The median head has {_median(smol, 'streaming')} of its "
-        f"weight in a window of 256 and on the first 4 tokens (equal attention: "
+        f"weight in a window of 256 and on the first 4 tokens (uniform attention: "
         f"{smol.baseline['streaming']['self'][0]:.2f}), {_median(smol, 'streaming-64')} with a window of 64 and "
-        f"{_median(smol, 'streaming-16')} with one of 16. A novel asks for little retrieval: of the retrieval heads, "
+        f"{_median(smol, 'streaming-16')} with a window of 16. A novel needs little retrieval: of the retrieval heads, "
         f"{len(on_novel)} have 0.95 of their weight there too ({', '.join(on_novel) or 'none'}). They do not have the "
-        "role: what a head loses on a novel is not what it would lose on other inputs.",
+        "role, because the loss of a head on a novel is not its loss on other inputs.",
         f"- **copying**: {len(roles['copying'])} heads; the best: {_names(roles['copying'])}. **suppression**: "
         f"{len(roles['suppression'])}; the best: {_names(roles['suppression'])}. In logits, a mean over all tokens of "
         f"{facts['copying']['texts']} passages. All are in layers {first_writing} and later.",
@@ -136,10 +136,10 @@ def _probe_section(smol: Atlas) -> list[str]:
         f"best score is that of {successor.name}, which raises the successor most for {successor.score:.0%} of "
         f"{facts['successor']['tokens']} tokens (a guess: {successor.baseline:.0%}; half of them are needed). Gould et "
         "al. report successor heads in models of 31 million parameters and more.",
-        f"- **function**: {len(roles['function'])} heads; the best: {_names(roles['function'])}, a rise of the right "
-        f"answer's probability (a random head: {smol.baseline['function']['self'][0]:.4f}). SmolLM2 answers "
-        f"{shots['accuracy']:.0%} of {shots['right_prompts']} prompts with right examples and {shots['shuffled']:.0%} "
-        f"of {shots['prompts']} with shuffled ones. {_overlap(roles['function'], induction)}",
+        f"- **function**: {len(roles['function'])} heads; the best: {_names(roles['function'])}, an increase of the "
+        f"correct answer's probability (a random head: {smol.baseline['function']['self'][0]:.4f}). SmolLM2 answers "
+        f"{shots['accuracy']:.0%} of {shots['right_prompts']} prompts with correct examples and "
+        f"{shots['shuffled']:.0%} of {shots['prompts']} with shuffled ones. {_overlap(roles['function'], induction)}",
     ]
 
 
@@ -188,7 +188,7 @@ def _best(atlas: Atlas, score: str) -> str:
     table = atlas.scores[score]["self"]
     row, head = np.unravel_index(np.nanargmax(table), table.shape)
     equal = atlas.baseline[score]["self"][row]
-    return f"{table[row, head]:.2f} ({atlas.layers['self'][row]}.{head}; equal attention {equal:.2f})"
+    return f"{table[row, head]:.2f} ({atlas.layers['self'][row]}.{head}; uniform attention {equal:.2f})"
 
 
 def _fixed(atlas: Atlas) -> str:
@@ -207,14 +207,14 @@ def _layers(mini: Atlas, smol: Atlas) -> list[str]:
     lines = ["MiniLM: mean share of a layer's heads.\n", "| layer | [CLS] | [SEP] | punctuation |", "|---|---|---|---|"]
     lines += [f"| {i} | {first[i]:.2f} | {special[i] - first[i]:.2f} | {marks[i]:.2f} |" for i in range(len(first))]
     lines.append(
-        f"| equal attention | {mini.baseline['first']['self'][0]:.2f} | "
+        f"| uniform attention | {mini.baseline['first']['self'][0]:.2f} | "
         f"{mini.baseline['special']['self'][0] - mini.baseline['first']['self'][0]:.2f} | "
         f"{mini.baseline['punctuation']['self'][0]:.2f} |"
     )
     first_token = means(smol, "first")
     shares = ", ".join(f"{layer} {first_token[row]:.2f}" for row, layer in enumerate(smol.layers["self"]))
     equal = smol.baseline["first"]["self"][0]
-    return [*lines, f"\nSmolLM2, mean share on the first token (equal attention {equal:.2f}): {shares}."]
+    return [*lines, f"\nSmolLM2, mean share on the first token (uniform attention {equal:.2f}): {shares}."]
 
 
 def _similarity_lines(mini: Atlas, smol: Atlas) -> list[str]:
@@ -258,37 +258,38 @@ the texts, measures all of it again and writes this page; `headwise atlas` and `
 print the two tables from the bundled files. Layers and heads count from 0 and are written layer.head.
 """
 DEFINITIONS = """## What counts as a role
-A head has a role if its score reaches the threshold and is at least twice the score of equal attention over the
+A head has a role if its score reaches the threshold and is at least twice the score of uniform attention over the
 visible tokens of the same queries, and if its whole 95 % interval (bootstrap over sentences) lies above that baseline.
-Thresholds come from the literature where it has one; otherwise they are half of the weight. None was fitted to these
-models. After a first look at MiniLM the role "first" was restricted to decoders: in an encoder that token is [CLS], a
-delimiter. A head may have several roles, or none."""
+Thresholds are taken from the literature if it has one; otherwise the threshold is half of the weight. None was fitted
+to these models. After a first look at MiniLM, the role "first" was restricted to decoders, because the first token of
+an encoder is [CLS], a delimiter. A head may have several roles, or none."""
 PROBES = """
-## What its heads do on inputs of their own
-Six roles of decoder heads need inputs that no corpus has. They are measured on request: `headwise atlas --texts FILE
---probes all`, `headwise atlas probe ATLAS` for a saved atlas, or `probes="all"` in Python. The inputs are bundled, in
-English, and the same for every model with a seed. Some roles have another baseline than equal attention, which the
-lines under the table name; the retrieval score is measured with the right answer given token by token. Streaming has to
-exceed equal attention and not to double it, and is not counted as a role where heads without any are: it says how far a
-head looks and not for what. What SmolLM2 has and has not:"""
+## SmolLM2 on the probe inputs
+Six roles of decoder heads need inputs that no corpus has. They are measured on request, with `headwise atlas --texts
+FILE --probes all`, `headwise atlas probe ATLAS` for a saved atlas, or `probes="all"` in Python. The inputs are bundled,
+in English, and the same for every model with a given seed. Some roles have a baseline other than uniform attention,
+which the lines under the table name. The retrieval score is measured with teacher forcing: the correct answer is given
+token by token. A streaming head has to exceed uniform attention, but need not double it. Streaming does not count as a
+role when heads without a role are counted, because it describes how far a head looks and not what it looks for. The
+results for SmolLM2:"""
 BESIDE = """
-The papers' figures are quoted, not measured here, and come from other texts: Clark et al. used pairs of paragraphs of
-up to 128 tokens, we use single sentences, in which special tokens are a larger share. Voita's rare-token head is
-reported for sentences whose rarest token is not among the 500 most frequent, ours for every token except the rarest
-itself. For induction, heads of 0.91 to 0.93 are reported for GPT-2 small."""
+The papers' numbers are quoted, not measured here, and come from other texts. Clark et al. used pairs of paragraphs of
+up to 128 tokens; we use single sentences, in which special tokens are a larger share. Voita's rare-token head is
+reported for sentences whose rarest token is not among the 500 most frequent; ours is measured on every token except the
+rarest itself. For GPT-2 small, induction heads with scores of 0.91 to 0.93 are reported."""
 MARKED = """
 Shares on punctuation are not reliable in decoders: {books:.1%} of the novels' sentences begin with a punctuation mark
-and {speeches:.1%} of the speeches', and heads use the first token as an attention sink whatever it is. So in SmolLM2
-these scores rank heads by their use of the sink on one corpus, and by their weight on punctuation on the other. No head
-has the role on either."""
+and {speeches:.1%} of the speeches', and heads use the first token as an attention sink, whichever token it is. So in
+SmolLM2 these scores rank heads by their use of the sink on one corpus, and by their weight on punctuation on the other.
+No head has the role on either."""
 TAIL = """
-With many heads and many roles, some 95 % intervals are wrong by chance; the thresholds, not the intervals, decide
-most cases, and a head close to a threshold may gain or lose a role on other texts. A role says what a head attends to,
-not whether the model needs it: [relations.md](relations.md) has what masking does.
+With many heads and many roles, some 95 % intervals are wrong by chance. The thresholds, not the intervals, decide most
+cases, and a head close to a threshold may gain or lose a role on other texts. A role describes what a head attends to,
+not whether the model needs it: [relations.md](relations.md) reports the effect of masking.
 
 ## Roles of your own
-A role is a function that says which keys count for each query. Register it before `headwise.atlas`, and it is
-measured, tested against equal attention, printed and saved like the others:
+A role is a function that marks which keys count for each query. If you register it before calling `headwise.atlas`, it
+is measured, tested against uniform attention, printed and saved like the others:
 
 ```python
 from headwise.roles import role
@@ -301,8 +302,8 @@ def last(pairs):
 ```
 
 `pairs` has the tokens of queries and keys (ids, special, punctuation, word, counts), the visible keys and the offsets;
-`measured_on="repetition"` takes the random tokens that are repeated once instead. An installed package offers its
-roles by an entry point, whose module is imported when roles are first needed:
+`measured_on="repetition"` uses random tokens that are repeated once instead. An installed package provides its roles
+through an entry point, whose module is imported when roles are first needed:
 
 ```toml
 [project.entry-points."headwise.roles"]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.2.0"
 
-# Loaded when first asked for (PEP 562), so that `import headwise` and the command line start without torch.
+# Loaded on first use (PEP 562), so that `import headwise` and the command line start without torch.
 _LOCATIONS = {
     "Alibi": "attention.nn.positions",
     "Atlas": "roles.atlas.result",

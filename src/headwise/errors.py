@@ -6,7 +6,7 @@ from .terminal import escape_controls
 
 
 class HeadwiseError(ValueError):
-    """A user error: what was got, what was expected, what to do."""
+    """A user error. The message states what was received, what was expected and what to do."""
 
     def __str__(self) -> str:
         return escape_controls(super().__str__())  # it may quote a file, and tracebacks print it

@@ -130,7 +130,7 @@ def _failures(path: str | os.PathLike[str], error: type[HeadwiseError], note: st
 
 @contextmanager
 def _working_folder(target: Path) -> Iterator[Path]:
-    """A new, locked working folder beside the target, removed at the end whatever happens."""
+    """A new, locked working folder next to the target, always removed at the end."""
     remove_leftovers(target.parent)
     folder, lock = _locked_folder(target)
     try:

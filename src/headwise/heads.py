@@ -15,7 +15,8 @@ class Heads:
     Args:
         width: d_model.
         query: query heads.
-        kv: key/value heads. Fewer than query heads: grouped queries (GQA); one: multi-query (MQA).
+        kv: key/value heads. Fewer than query heads is grouped-query attention (GQA); one is multi-query attention
+            (MQA).
         dim: width of one head; query * dim need not equal the model's width.
         value_dim: width of one head's values; dim by default, and different from it only in MLA.
 

@@ -18,7 +18,7 @@ def escape(text: str) -> str:
 
 @functools.cache
 def theme() -> str:
-    """The style sheet that all pages share: colours for light and dark, type, and cards, inside of class "headwise"."""
+    """The style sheet that all pages share: colours for light and dark, type, and cards, inside class "headwise"."""
     return files(__package__).joinpath("theme.css").read_text(encoding="utf-8")
 
 

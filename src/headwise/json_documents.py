@@ -22,7 +22,7 @@ MAX_VALUE_LENGTH = 60  # characters of a value in a message
 
 
 def parse_json(text: str) -> Any:
-    """As json.loads, without its RecursionError and without NaN and Infinity, which are not JSON."""
+    """Like json.loads, but without RecursionError, and refusing NaN and Infinity, which are not JSON."""
     try:
         return json.loads(text, parse_constant=_refuse_constant)
     except RecursionError:
@@ -33,7 +33,7 @@ def load_document(path: str | os.PathLike[str], noun: str) -> Any:
     """The JSON of a file that headwise wrote; noun, such as "plan", says what it should hold.
 
     Raises:
-        CheckpointError: where there is no file, or it cannot be read, or is no JSON.
+        CheckpointError: if there is no file, or it cannot be read, or is no JSON.
     """
     if not os.path.isfile(path):
         raise CheckpointError(f"there is no {noun} at {str(path)!r}")
@@ -59,7 +59,7 @@ def brief(value: Any) -> str:
 
 
 def other_format(number: Any, known: int) -> str:
-    """What is wrong with the format number of a file, where `known` is read: "format 2 is newer than ..."."""
+    """What is wrong with the format number of a file if `known` is supported: "format 2 is newer than ..."."""
     is_newer = isinstance(number, int) and not isinstance(number, bool) and number > known
     newer = "is newer than this headwise, which" if is_newer else "is none; this headwise"
     return f"format {brief(number)} {newer} reads {known}"

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def quiet_logger(name: str) -> Iterator[None]:
-    """Inside `with`, a logger passes on errors only; its level is put back afterwards."""
+    """Inside `with`, a logger passes on errors only; its level is restored afterwards."""
     logger = logging.getLogger(name)
     level = logger.level
     logger.setLevel(logging.ERROR)

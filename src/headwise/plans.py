@@ -37,8 +37,8 @@ class Plan:
         layers: every attention layer of the model that the plan is for: (kind, layer, query heads, KV heads).
         score: what ranked the heads.
         budget: what `keep` counts: "heads", "parameters" or "cache".
-        keep: the share that is kept, or one share per kind of attention.
-        notes: what else to know about the choice.
+        keep: the share to keep, or one share per kind of attention.
+        notes: further remarks about the choice.
 
     Example:
         >>> plan = Plan({0: [1]}, layers=(("self", 0, 4, 2), ("self", 1, 4, 2)))
@@ -70,7 +70,7 @@ class Plan:
         _check_layers(self.layers, layers, model)
 
     def diff(self, other: Plan) -> str:
-        """Which heads only one of two plans removes, in words."""
+        """The heads that only one of two plans removes, as text."""
         return _diff_heads(self.heads, other.heads)
 
     def to_json(self) -> dict[str, Any]:
@@ -85,7 +85,7 @@ class Plan:
 
     @classmethod
     def from_json(cls, document: Any) -> Plan:
-        """What `to_json` gave, perhaps edited by hand since; anything else is a CheckpointError of one line."""
+        """Restore the result of `to_json`, possibly edited; anything else raises a one-line CheckpointError."""
         _check_version(document, "headwise_plan", VERSION, "plan")
         try:
             layers, removed = _read_layers(document, _read_layer)
@@ -99,7 +99,7 @@ class Plan:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
-        """Read a file that `save` wrote, perhaps edited by hand since."""
+        """Read a file that `save` wrote, possibly edited."""
         return cls.from_json(load_document(path, "plan"))
 
     def __str__(self) -> str:
@@ -127,7 +127,7 @@ class StreamLayer(NamedTuple):
     window: int | None = None  # keys of the model's own sliding window; such a layer stays as it is
 
     def cache_bytes(self, length: int, streaming: int, window: int, keep_first: int) -> int:
-        """Bytes of this layer's cache at a length, where so many of its KV heads stream."""
+        """Bytes of this layer's cache at a length, where this many of its KV heads stream."""
         whole = length if self.window is None else min(length, self.window)
         keys = (self.kv_heads - streaming) * whole + streaming * min(whole, keep_first + window)
         return keys * self.token_bytes
@@ -135,16 +135,16 @@ class StreamLayer(NamedTuple):
 
 @dataclass(frozen=True)
 class StreamPlan:
-    """The KV heads that stream: they keep the first and the most recent keys, the others keep all.
+    """The KV heads that stream: they keep the first and the most recent keys; all other heads keep all keys.
 
     Args:
         heads: the KV heads that stream, by layer: {layer: [heads]}, or {(kind, layer): [heads]} for a model with
             several kinds of attention.
         layers: every attention layer of the model that has a cache.
-        window: the most recent keys that a streaming head sees, the query's own included.
-        keep_first: the first keys of the sequence, which it sees as well.
+        window: the number of most recent keys that a streaming head sees, the query's own included.
+        keep_first: the number of first keys of the sequence, which it sees as well.
         score: what ranked the heads.
-        notes: what else to know about the choice.
+        notes: further remarks about the choice.
 
     Raises:
         HeadwiseError: heads or layers that the model does not have, or a layer with a sliding window of its own.
@@ -199,7 +199,7 @@ class StreamPlan:
         _check_layers([layer[:4] for layer in self.layers], layers, model)
 
     def cache_bytes(self, length: int) -> int:
-        """Bytes of the KV cache of one sequence of so many tokens."""
+        """Bytes of the KV cache of one sequence of this many tokens."""
         streaming = _by_full_key(self.heads, self.layers)
         return sum(
             layer.cache_bytes(length, len(streaming.get(layer[:2], ())), self.window, self.keep_first)
@@ -207,12 +207,12 @@ class StreamPlan:
         )
 
     def cache_ratio(self, length: int) -> float:
-        """The cache of a sequence of so many tokens, as a share of the cache in which no head streams."""
+        """The cache of a sequence of this many tokens, as a share of the cache in which no head streams."""
         whole = sum(layer.cache_bytes(length, 0, self.window, self.keep_first) for layer in self.layers)
         return self.cache_bytes(length) / whole if whole else 1.0
 
     def diff(self, other: StreamPlan) -> str:
-        """In what two plans differ, in words: window, first keys, and the KV heads that only one of them streams."""
+        """The differences of two plans, as text: window, first keys, and the KV heads that only one of them streams."""
         lines = [
             f"{name}: {ours} -> {theirs}"
             for name, ours, theirs in (
@@ -238,7 +238,7 @@ class StreamPlan:
 
     @classmethod
     def from_json(cls, document: Any) -> StreamPlan:
-        """What `to_json` gave, perhaps edited by hand since; anything else is a CheckpointError of one line."""
+        """Restore the result of `to_json`, possibly edited; anything else raises a one-line CheckpointError."""
         _check_version(document, "headwise_stream_plan", STREAM_VERSION, "stream plan")
         try:
             layers, streaming = _read_layers(document, _read_stream_layer)
@@ -259,7 +259,7 @@ class StreamPlan:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> StreamPlan:
-        """Read a file that `save` wrote, perhaps edited by hand since."""
+        """Read a file that `save` wrote, possibly edited."""
         return cls.from_json(load_document(path, "stream plan"))
 
     def __str__(self) -> str:

@@ -43,7 +43,8 @@ class Shape:
         activation: "relu", "gelu" (exact), "gelu_tanh" (GPT-2's approximation) or "swiglu".
         norm: "layer" or "rms".
         norm_eps: added to the variance.
-        pre_norm: a norm before each sublayer and once at the end; False: after each residual sum, as in 2017.
+        pre_norm: True for a norm before each sublayer and once at the end; False for a norm after each residual sum, as
+            in the Transformer of 2017.
         embedding_norm: a norm after the embeddings.
         qkv_bias: biases of W_Q, W_K and W_V.
         out_bias: a bias of W_O.
@@ -54,9 +55,9 @@ class Shape:
         position_offset: the first row in use; in RoBERTa one after the padding token's id.
         rope: for "rotary", Hugging Face's rope_parameters.
         token_types: number of token types (BERT's segments).
-        embedding_width: where it differs from the width (ELECTRA).
-        scale_embeddings: multiply embeddings by sqrt(width), as in 2017.
-        window: keys per query, its own included; a tuple has one per layer.
+        embedding_width: the width of the embeddings, if it differs from the model width (ELECTRA).
+        scale_embeddings: multiply embeddings by sqrt(width), as in the Transformer of 2017.
+        window: visible keys per query, its own included; a tuple has one number per layer.
         head: the output layer, "tied" to the embeddings or "own"; None for none.
         pooler: BERT's dense layer over the first token.
 
@@ -277,16 +278,16 @@ PRESETS: dict[str, Preset] = {
 
 
 def shape(name: str) -> Shape:
-    """A famous shape by its name, such as "bert-base" or "llama2-7b".
+    """A well-known shape by its name, such as "bert-base" or "llama2-7b".
 
     Args:
-        name: of the shape.
+        name: the name of the shape.
 
     Returns:
         The shape, from which `Encoder`, `Decoder` and `Transformer` build a model.
 
     Raises:
-        UnsupportedError: for a name that is not known; the message lists those that are.
+        UnsupportedError: for an unknown name; the message lists the known names.
 
     Example:
         >>> headwise.shape("gpt2").parameters()["total"]

@@ -47,7 +47,7 @@ class AttentionCall:
 
     @property
     def gates_stride(self) -> int:
-        """How far the gates of one sequence are from the next one's, once they are contiguous."""
+        """The stride of contiguous gates from one sequence to the next."""
         return 0 if self.gates is None or self.gates.dim() == 1 else self.size.heads
 
     def detach(self) -> AttentionCall:
@@ -75,12 +75,12 @@ class AttentionCall:
 
 @dataclass(frozen=True)
 class StatsRequest:
-    """Which statistics of a call are wanted."""
+    """Which statistics of a call are requested."""
 
     queries: Tensor | None = None  # (B, Tq) bool: those that count; None for all
     classes: Mapping[str, Tensor] = field(default_factory=dict)  # name -> (B, Tk) bool
     cross: bool = False  # positions of queries and keys do not compare: no distance, previous, next, self
-    received: bool = False  # the weight each key receives is wanted, too
+    received: bool = False  # whether the weight each key receives is requested too
 
     def stacked_classes(self) -> Tensor | None:
         """(B, classes, Tk) float32 of zeros and ones, or None."""

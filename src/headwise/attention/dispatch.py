@@ -62,7 +62,7 @@ def why_not_one_pass(q: Tensor, call: AttentionCall, extra: ExtraOutputs = NO_EX
 
 
 def must_be_operator(call: AttentionCall) -> bool:
-    """Whether a recorder needs the call as one operator, which has to serve other sizes and values."""
+    """Whether a recorder needs the call as one operator, which must work for other sizes and values."""
     return is_recording() and not (call.dropout or in_forward_mode() or in_transform())
 
 
@@ -80,7 +80,7 @@ def explain(q: Tensor, call: AttentionCall) -> str:
 
 
 def draw_seed(q: Tensor, call: AttentionCall) -> AttentionCall:
-    """The call with a seed for dropout from PyTorch's generator, where our own generator serves it."""
+    """The call with a dropout seed from PyTorch's generator, if our own generator is used."""
     if not call.dropout or call.seed is not None:
         return call
     if recorded_seeds and torch.compiler.is_compiling():

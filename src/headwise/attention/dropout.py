@@ -1,4 +1,4 @@
-"""Which attention weights dropout retains: random numbers that depend on a seed and a weight's place alone.
+"""Which attention weights dropout retains: random numbers that depend only on a seed and the weight's position.
 
 The generator is Philox4x32 with 7 rounds (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011), keyed by
 the seed. One counter serves eight weights of a row, 16 random bits each. The weight of sequence b, query head h, query

@@ -27,7 +27,7 @@ register_pytree_node(
 )
 
 
-# answers calls of attend, or gives None, while a model with code of its own is watched
+# while a model with its own attention code is watched: answers calls of attend, or returns None
 observer: Callable[..., Tensor | None] | None = None
 
 
@@ -59,19 +59,20 @@ def attend(
         v: values (B, Hkv, Tk, Dv). Dv may differ from D.
         mask: broadcastable to (B, Hq, Tq, Tk). bool: True means "may attend"; float: added to the scores.
         causal: hide the keys after a query's own position.
-        window: (left, right), the keys before and after a query's own position that it sees; None is open. Or one such
-            pair per query head.
-        keep_first: so many first keys of the sequence stay visible whatever the window says; or one number per query
-            head. The first key is the one at `starts`, or else the first that lengths and mask show to any query.
-        starts: (B,) whole numbers; keys before it do not exist.
-        lengths: (B,) whole numbers; keys at or past it do not exist.
-        offset: an int, or (B,) whole numbers; Tk - Tq by default, so that cached decoding needs none.
+        window: (left, right), how many keys before and after its own position a query sees; None for no limit. Or one
+            such pair per query head.
+        keep_first: the number of first keys of the sequence that stay visible regardless of the window; or one number
+            per query head. The first key is the one at `starts`, or else the first that lengths and mask show to any
+            query.
+        starts: (B,) integers; keys before this position do not exist (left padding).
+        lengths: (B,) integers; keys at or past this position do not exist (right padding).
+        offset: an int, or (B,) integers; Tk - Tq by default, so that cached decoding needs no offset.
         scale: multiplies q.k; 1 / sqrt(D) by default.
         softcap: c replaces each score s by c * tanh(s / c), before the mask.
-        sinks: (Hq,) extra logits in the softmax's denominator.
+        sinks: (Hq,) extra logits in the softmax denominator.
         gates: (Hq,) or (B, Hq), multiply each head's output; differentiable.
-        dropout: the probability of dropping a weight. The seed is drawn from PyTorch's generator, and which weights
-            are dropped depends on it alone: not on backend, threads or blocking (`headwise.attention.dropout`).
+        dropout: the probability of dropping a weight. The seed is drawn from PyTorch's generator and alone determines
+            which weights are dropped, independent of backend, threads and blocking (`headwise.attention.dropout`).
 
     Returns:
         (B, Hq, Tq, Dv) in the dtype of q.
@@ -178,10 +179,11 @@ def head_stats(
 
     Args:
         queries: (B, Tq) bool, the queries that count in the statistics; all by default.
-        classes: {name: (B, Tk) bool}, classes of keys whose share of the weight is wanted.
-        cross: positions of queries and keys do not compare, so there is no distance, previous, next or self.
-        received: whether `stats.received` (B, Hq, Tk), the weight each key receives, is wanted. PyTorch computes it,
-            block by block of queries: the kernels know a row's weights only when they have seen all of its keys.
+        classes: {name: (B, Tk) bool}, classes of keys whose share of the weight to measure.
+        cross: whether this is cross-attention: positions of queries and keys are not comparable, so there is no
+            distance, previous, next or self.
+        received: whether to compute `stats.received` (B, Hq, Tk), the weight each key receives. PyTorch computes it in
+            blocks of queries, because the kernels know the weights of a row only after they have seen all of its keys.
 
     The other arguments are those of `attend`.
 
@@ -212,7 +214,7 @@ def head_stats(
 
 
 def explain(q: Tensor, k: Tensor, v: Tensor, **options: Unpack[AttendOptions[Tensor]]) -> str:
-    """Which backend attend would use for these arguments, and why no faster one.
+    """Which backend attend would use for these arguments, and why not a faster one.
 
     Takes the arguments of `attend` and computes nothing.
 
@@ -256,7 +258,7 @@ def attend_side_by_side(
 ) -> Tensor:
     """attend on projections with their heads side by side: q (B, Tq, Hq * D), k and v (B, Tk, Hkv * D).
 
-    The output is (B, Tq, Hq * D). In a call of the native kernel nothing is split and joined.
+    The output is (B, Tq, Hq * D). The native kernel reads this layout directly, without splitting and joining heads.
     """
     if not dropout:
         template = repeated_calls.find_template(q, k, v, None, causal, window, keep_first, None, softcap, head_dim)
@@ -278,7 +280,7 @@ def attend_with_slopes(
 
 
 def attend_with_lse(q: Tensor, k: Tensor, v: Tensor, **options: Unpack[CallOptions[Tensor]]) -> tuple[Tensor, Tensor]:
-    """attend's output and each row's log-sum-exp (B, Hq, Tq), in which sinks take part; neither has a gradient."""
+    """attend's output and each row's log-sum-exp (B, Hq, Tq), sinks included; neither has a gradient."""
     check_options(options, CALL)
     q, k, v = cast_inputs(q, k, v)
     return dispatch.attend_with_lse(q, k, v, build_call(q, k, v, **options))
@@ -287,7 +289,7 @@ def attend_with_lse(q: Tensor, k: Tensor, v: Tensor, **options: Unpack[CallOptio
 def weights_with_slopes(
     q: Tensor, k: Tensor, rows: Any = None, heads: Any = None, **options: Unpack[CallOptions[Tensor]]
 ) -> Tensor:
-    """weights with ALiBi's slopes (Hq,); gates and dropout play no part in it."""
+    """weights with ALiBi's slopes (Hq,); gates and dropout have no effect."""
     q, k = cast_inputs(q, k)
     return dispatch.weights(q, k, build_call(q, k, **options), rows, heads)
 
@@ -331,8 +333,8 @@ def head_stats_without_values(
 def strongest_keys(q: Tensor, k: Tensor, count: int, **options: Unpack[CallOptions[Tensor]]) -> StrongestKeys:
     """The `count` strongest keys of every query and their weights, (B, Hq, Tq, count), in descending order.
 
-    Fewer where there are fewer keys; a query that sees fewer than that also gets hidden keys, of weight 0. From one
-    native pass where that is possible, without holding Tq x Tk weights.
+    Fewer if there are fewer keys; a query that sees fewer keys also gets hidden keys, with weight 0. Computed in one
+    native pass if possible, without storing Tq x Tk weights.
     """
     check_options(options, CALL)
     q, k = cast_inputs(q, k)

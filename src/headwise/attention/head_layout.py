@@ -1,4 +1,4 @@
-"""Between the two layouts of projected inputs: all heads side by side, and one axis for the heads."""
+"""Conversion between the two layouts of projected inputs: all heads side by side, and a separate axis for the heads."""
 
 from __future__ import annotations
 

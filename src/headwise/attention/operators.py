@@ -1,10 +1,10 @@
 """Attention as PyTorch operators: graphs, tracers, counters and profilers see one node and its shapes.
 
-Where nothing records, backends are called directly, which has several times less overhead. `headwise::attend`
-dispatches like any call and has gradients, so that a recorded call serves every input. In compiled and profiled
-training it also returns each row's log-sum-exp, from which `headwise::attend_gradients` computes the gradients.
-Operators take flat arguments and no `int | Tensor`, so offset, start and end are passed twice: as a number, and as a
-tensor that replaces it where given.
+If nothing is recording, backends are called directly, which has several times less overhead. `headwise::attend`
+dispatches like any call and has gradients, so a recorded call works for every input. In compiled and profiled training
+it also returns each row's log-sum-exp, from which `headwise::attend_gradients` computes the gradients. Operators take
+flat arguments and no `int | Tensor`, so offset, start and end are passed twice: as a number, and as a tensor that
+replaces it where given.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class Arguments(NamedTuple):
         return [_open_sides(*sides) for sides in zip(left, right, strict=True)], keep_first
 
     def request(self, call: AttentionCall) -> StatsRequest:
-        """The statistics that are wanted; classes are named by their number."""
+        """The statistics that are requested; classes are named by their number."""
         marks = () if self.classes is None else self.classes.bool().unbind(1)
         return build_request(self.q, call.size, self.queries, {str(i): keys for i, keys in enumerate(marks)})
 

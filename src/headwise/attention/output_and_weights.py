@@ -36,7 +36,7 @@ def attend_with_weights(
 
 
 class RecomputedWeights(torch.autograd.Function):
-    """Weights that keep nothing for their gradient: most callers drop them, and the others pay for them once more."""
+    """Weights that store nothing for their gradient: most callers drop them, and the others recompute them."""
 
     @staticmethod
     def forward(

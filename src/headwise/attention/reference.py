@@ -12,7 +12,7 @@ and multiplies them by W_O. Everything here is float64 and written for clarity.
 Scores of finite queries and keys stay finite: one beyond 1e307 in magnitude counts as 1e307, so that each row has a
 maximum to subtract. Backends that compute in float32 clip at 1e38: several scores beyond it share the weight there,
 while here the largest of them has all of it. In compiled graphs, under torch.func and on other devices PyTorch's own
-operators decide, and an overflow is NaN. Infinities and NaN in the input are never hidden.
+operators compute the scores, and an overflow is NaN. Infinities and NaN in the input are never hidden.
 """
 
 from __future__ import annotations
@@ -193,8 +193,8 @@ def attend(
 ) -> Array:
     """Scaled dot-product attention of every head: (B, Hq, Tq, Dv). Arguments as headwise.attend.
 
-    dropout sets that share of the weights to zero, those that `dropout.retained` names for the seed, and divides the
-    others by the probability of being retained.
+    dropout sets a share of the weights to zero, as `dropout.retained` determines from the seed, and divides the others
+    by the probability of being retained.
     """
     check_options(options, (*ATTEND, "seed"))
     size = validation.sizes(q, k, v)
@@ -244,7 +244,7 @@ def head_stats(
 
 
 def _visibility_options(options: Any) -> dict[str, Any]:
-    """Of the options of attend, those of `visible`."""
+    """The options of attend that `visible` takes."""
     return {name: options[name] for name in VISIBILITY if name in options}
 
 

@@ -1,6 +1,6 @@
 """The fast path for a call that looks like an earlier one.
 
-Validating a call takes longer than a short call itself, so calls that differ in their numbers alone are validated once.
+Validating a call takes longer than computing a short one, so calls that differ only in their values are validated once.
 Most calls look like the latest one with the same options: PyTorch's tensor guards recognise that in one step, and also
 that no gradient, autocast, subclass or transform is involved. Serves attend, head_stats and MultiHeadAttention.
 """

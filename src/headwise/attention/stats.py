@@ -1,4 +1,4 @@
-"""HeadStats: statistics of each head, kept as sums and maxima that join exactly over batches, calls and ranks.
+"""HeadStats: statistics of each head, stored as sums and maxima that combine exactly over batches, calls and ranks.
 
 The names of the statistics, and the order in which the kernels write them, are defined here and nowhere else.
 """
@@ -28,13 +28,13 @@ class HeadStats:
     """Statistics of every head of one attention layer.
 
     Reading one gives its mean over the real queries of all sequences: those that count and have a visible key. A mean
-    over no query at all is NaN. `max_logit` is the largest over them instead, and -inf over none. Arrays are NumPy's or
-    PyTorch's, whichever went in.
+    over no query at all is NaN. `max_logit` is the largest over them instead, and -inf over none. Arrays are NumPy
+    arrays or PyTorch tensors, like the inputs.
 
     Args:
         sums: name -> (B, H), summed over the real queries.
         count: (B, H), the number of real queries.
-        maxima: name -> (B, H), the largest over the real queries; -inf where there is none.
+        maxima: name -> (B, H), the largest over the real queries; -inf if there is none.
         received: (B, H, Tk), the weight each key receives, summed over the real queries; None if it was not requested.
 
     Example:
@@ -65,7 +65,7 @@ class HeadStats:
 
     @classmethod
     def from_columns(cls, columns: Any, classes: Sequence[str], *, cross: bool, sinks: bool) -> HeadStats:
-        """From what a kernel wrote: (COLUMNS and classes, B, H), of which those that do not apply are dropped."""
+        """From a kernel's output (COLUMNS and classes, B, H), without the columns that do not apply."""
         return cls(*name_columns(columns, classes, cross=cross, sinks=sinks))
 
     def __getstate__(self) -> tuple[None, dict[str, Any]]:
@@ -113,7 +113,7 @@ class HeadStats:
         return self.sums[name]
 
     def __add__(self, other: HeadStats) -> HeadStats:
-        """The sequences of both, side by side; with fewer keys in one of them, its further keys received nothing."""
+        """The sequences of both, concatenated; `received` is padded with zeros to the larger number of keys."""
         if not isinstance(other, HeadStats):
             return NotImplemented
         self._check_compatible(other)
@@ -167,7 +167,7 @@ class HeadStats:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> HeadStats:
-        """What `to_json` wrote, in NumPy arrays."""
+        """Restore the result of `to_json`, in NumPy arrays."""
         heads = data["heads"]
 
         def table(rows: Any) -> Any:
@@ -254,7 +254,7 @@ def flatten_stats(stats: HeadStats) -> tuple[list[Any], tuple[tuple[str, ...], .
 
 
 def unflatten_stats(leaves: Iterable[Any], names: Sequence[Sequence[str]]) -> HeadStats:
-    """What `flatten_stats` took apart."""
+    """The inverse of `flatten_stats`."""
     arrays = iter(leaves)
     sums, maxima = ({name: next(arrays) for name in part} for part in names)
     return HeadStats(sums, next(arrays), maxima, next(arrays, None))
@@ -280,15 +280,15 @@ def stats_from_weights(
         weights: rows that sum to one, or to less with sinks; a query with no visible keys has a row of zeros.
         offset: query i is at key position i + offset; an int, or (B,).
         queries: (B, Tq) bool, the queries that count; all by default.
-        classes: {name: (B, Tk) bool}, keys whose share of the weight is wanted.
-        cross: positions of queries and keys do not compare, so there are no positional statistics.
+        classes: {name: (B, Tk) bool}, keys whose share of the weight to measure.
+        cross: whether positions of queries and keys are not comparable, so that there are no positional statistics.
         sinks: whether the weight that is missing from a row is the sink's.
         visible: (B, H, Tq, Tk) bool, the keys each query may attend to; by default those with a weight other than 0.
         first: (B, Tk) bool, the first existing key of each sequence; by default the first that a counted query sees.
         logits: (B, H, Tq, Tk), scale * q.k before softcap and bias, or (B, H, Tq), the largest of each query's visible
             keys: without them there is no max_logit.
         lse: (B, H, Tq), the log-sum-exp of each query's scores and sink: without it there is no lse.
-        received: whether the weight that each key receives is wanted.
+        received: whether to compute the weight that each key receives.
 
     Example:
         >>> stats_from_weights(model(**inputs, output_attentions=True).attentions[0]).entropy

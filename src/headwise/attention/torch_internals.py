@@ -1,4 +1,4 @@
-"""Names that are private to PyTorch and read at import, and what serves where a version of PyTorch lacks one.
+"""Private PyTorch names that are read at import, and the fallback for versions of PyTorch that lack them.
 
 Everything else of PyTorch that is imported at the top of a module is public.
 """

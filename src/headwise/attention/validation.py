@@ -1,4 +1,4 @@
-"""Checks of what attend, weights and head_stats accept, on shapes and plain numbers: for NumPy and PyTorch alike."""
+"""Validation of the arguments of attend, weights and head_stats, on shapes and plain numbers, for NumPy and PyTorch."""
 
 from __future__ import annotations
 

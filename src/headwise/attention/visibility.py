@@ -16,7 +16,7 @@ ROWS_PER_STEP = 256  # rows of a mask that are evaluated together
 
 @dataclass(frozen=True)
 class Visibility:
-    """Who may attend to whom in one call.
+    """Which queries may attend to which keys in one call.
 
     Query i is at key position i + offset. It may attend to key j if start <= j < end, the mask allows it, and either
     i + offset - left <= j <= i + offset + right or j is one of the keep_first keys from keep_start on (with causal:
@@ -121,7 +121,7 @@ class Visibility:
         return inside | self._in_kept(i, j) if self.keep_first else inside
 
     def _in_kept(self, i: int | Tensor, j: Tensor) -> Tensor:
-        """Whether keys j are among the first ones that queries at positions i see whatever their window."""
+        """Whether keys j are among the first keys, which queries at positions i see regardless of their window."""
         first = self._per_sequence(self.keep_start)
         kept = (j >= first) & (j < first + self._kept_count())
         return kept & (j <= i) if self.causal else kept
@@ -185,7 +185,7 @@ class Visibility:
         return visible[..., 0]
 
     def bias(self, rows: slice | Tensor, low: int, high: int) -> Tensor | None:
-        """What is added to the scores of this block, broadcastable to (B, H, rows, keys), or None."""
+        """The bias that is added to the scores of this block, broadcastable to (B, H, rows, keys), or None."""
         total = None
         if self.mask is not None and self.mask.dtype != torch.bool:
             total = self._mask_block(self.mask, rows, low, high)
@@ -286,7 +286,7 @@ class Visibility:
         return (self.offset, self.start, self.end) != (self.size.keys - self.size.queries, 0, self.size.keys)
 
     def select_heads(self, heads: list[int]) -> Visibility:
-        """The visibility of these query heads, each with a KV head of its own."""
+        """The visibility of these query heads, each with its own KV head."""
         return replace(
             self,
             size=replace(self.size, heads=len(heads), kv_heads=len(heads)),
@@ -332,7 +332,7 @@ def _widest_side(sides: list[int | None]) -> int | None:
 def first_key(visibility: Visibility, queries: Tensor | None = None) -> Tensor:
     """(B,): the first existing key of a sequence, one that the mask shows to some of these queries (all for None).
 
-    A window does not make a key cease to exist. Tk where there is none.
+    A window does not affect whether a key exists. Tk if no key exists.
     """
     size, mask = visibility.size, visibility.mask
     exists = torch.ones(size.batch, size.keys, dtype=torch.bool, device=visibility.device)
@@ -352,14 +352,14 @@ def first_key(visibility: Visibility, queries: Tensor | None = None) -> Tensor:
 
 
 def _is_right_padding(mask: Tensor, size: Sizes) -> bool:
-    """Whether a mask says no more than lengths would: all queries of a sequence see its first n keys."""
+    """Whether a mask is equivalent to lengths: all queries of a sequence see its first n keys."""
     if mask.dtype != torch.bool or tuple(mask.shape[1:]) != (1, 1, size.keys) or not is_readable(mask):
         return False
     return bool((mask[..., 1:] <= mask[..., :-1]).all())
 
 
 def shared_number(x: Tensor) -> int | Tensor:
-    """The number that all sequences share, where that can be read; else the tensor (B,)."""
+    """The number that all sequences share, if it can be read; else the tensor (B,)."""
     if not is_readable(x):
         return x
     if not x.numel():

@@ -1,4 +1,4 @@
-"""The options that say which queries may attend to which keys: checked, and resolved to a Visibility."""
+"""The options that determine which queries may attend to which keys: validated, and resolved to a Visibility."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def resolve_visibility(
 
 
 def _fixed_heads(size: Sizes) -> Sizes:
-    """Under torch.jit.trace sizes are tensors. Those of heads become plain numbers, those of the input stay open."""
+    """Under torch.jit.trace sizes are tensors. Head counts become plain numbers; input sizes stay variable."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", torch.jit.TracerWarning)
         names = "heads", "kv_heads", "dim", "value_dim"

@@ -130,7 +130,7 @@ class _RowTables:
 class _KeysOfInterest:
     """The keys whose own weight is a statistic, and where queries and keys are."""
 
-    index: Tensor  # (B, 1, Tq, 1 or 4): the first key, and those around each query; 0 where there is none
+    index: Tensor  # (B, 1, Tq, 1 or 4): the first key, and those around each query; 0 if there is none
     exists: Tensor
     positions: Tensor  # (1 or B, 1, Tq, 1) of the queries, in the precision of sums
     comparable: bool  # whether queries and keys are of one sequence

@@ -1,8 +1,8 @@
 """ONNX Runtime and OpenVINO as peers: the same attention as a graph of fixed sizes, on the same memory.
 
 Each engine gets every graph that it can run and keeps the fastest. Inputs and outputs are tensors of ours that the
-engine reads and writes in place. Engines take as many threads as PyTorch, and these do not spin between calls: that
-would slow down whoever runs next.
+engine reads and writes in place. Engines use as many threads as PyTorch. Their threads do not spin between calls,
+because that would slow down the next contestant.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Problem:
         return 1 / math.sqrt(self.q.shape[-1])
 
     def bias(self) -> Tensor:
-        """What hides later keys, (Tq, T): 0 or -inf."""
+        """The causal bias (Tq, T), 0 or -inf."""
         hidden = torch.ones(self.q.shape[2], self.k.shape[2], dtype=torch.bool).triu(1)
         return torch.zeros(hidden.shape).masked_fill(hidden, -torch.inf)
 

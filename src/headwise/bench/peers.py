@@ -1,4 +1,4 @@
-"""What headwise is measured against, each as its users write it."""
+"""The peers that headwise is compared with, each called as its users would call it."""
 
 from __future__ import annotations
 

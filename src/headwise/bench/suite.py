@@ -61,7 +61,7 @@ class Options:
 
 
 def devices() -> list[str]:
-    """What a benchmark can run on here."""
+    """The devices that a benchmark can run on here."""
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return ["cpu", *([accelerator.type] if accelerator is not None else [])]
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Card:
-    """A model's attention, parameters and costs; `parts` are its towers, and `explain()` puts them into words.
+    """A model's attention, parameters and costs; `parts` are its towers, and `explain()` describes them as text.
 
     Example:
         >>> card = headwise.card.read("llama3-8b")
@@ -81,7 +81,7 @@ class Card:
     def longest_context(
         self, memory: int, dtype: str = "bf16", batch: int = 1, source: int | None = None
     ) -> int | None:
-        """The longest context whose cache fits into `memory` bytes; None where any context does.
+        """The longest context whose cache fits into `memory` bytes; None if any context fits.
 
         The other arguments are those of `cache`.
         """
@@ -90,8 +90,8 @@ class Card:
     def flops(self, context: int, source: int | None = None) -> cost.Flops:
         """FLOPs of the main tower: a prefill of `context` tokens, and one decoding step after them.
 
-        Attention is counted apart from the linear layers; `.convention` says what is counted. `source` is the length
-        of the encoder's output, as for `cache`.
+        Attention is counted separately from the linear layers; `.convention` describes what is counted. `source` is the
+        length of the encoder's output, as for `cache`.
         """
         main = self.main
         return cost.flops(main, main.parameters, context, source)
@@ -99,7 +99,7 @@ class Card:
     def explain(
         self, context: int | None = None, dtype: str = "bf16", batch: int = 1, source: int | None = None
     ) -> str:
-        """The card in words: heads, layers, parameters, cache, FLOPs and sources.
+        """The card as text: heads, layers, parameters, cache, FLOPs and sources.
 
         The arguments are those of `cache`; without `context`, the model's own context length is used.
         """

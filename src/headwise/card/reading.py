@@ -21,9 +21,9 @@ def read(source: Any) -> Card:
     """Read the card of a model.
 
     Args:
-        source: A config.json, .safetensors or .gguf file, a directory with them, a config as a dict, a famous name
-            such as "llama3-8b", or a hub id ("owner/name"). The hub is asked only where no such path exists; this
-            needs huggingface_hub.
+        source: A config.json, .safetensors or .gguf file, a directory with them, a config as a dict, a famous name such
+            as "llama3-8b", or a hub id ("owner/name"). The hub is queried only if no such path exists; this needs
+            huggingface_hub.
 
     Returns:
         The card: heads per layer, parameter counts, and where each number comes from.
@@ -86,7 +86,7 @@ def _file(path: Path) -> Card:
 
 
 def _pruning_record(file: Path) -> PruningRecord | None:
-    """What headwise.save wrote beside a file. Most models are not pruned: the file is looked for before the import."""
+    """The record that headwise.save wrote next to a file; checked before the import, since most models have none."""
     if not file.with_name("headwise.json").is_file():
         return None
     from .sources.pruned import read as read_pruned

@@ -44,7 +44,7 @@ class Layer:
 
     @property
     def heads(self) -> Heads:
-        """The layer's heads; raises `ShapeError` where there are none or they do not fit together."""
+        """The layer's heads; raises `ShapeError` if there are none or they do not fit together."""
         return Heads(self.width, self.query, self.kv, self.dim, self.value_dim)
 
     @property
@@ -88,7 +88,7 @@ class Attention(NamedTuple):
 
 @dataclass(frozen=True)
 class Counts:
-    """Parameters by purpose. `active`: those that one token uses, all but the experts it is not routed to."""
+    """Parameters by purpose. `active`: those that one token uses, without the experts it is not routed to."""
 
     attention: int = 0
     ffn: int = 0
@@ -114,7 +114,7 @@ class Counts:
 
 
 class Unknown(NamedTuple):
-    """In place of a count that would be a guess: the reason, with None for every number."""
+    """Replaces a count that would be a guess: the reason, with None for every number."""
 
     reason: str
     attention: None = None

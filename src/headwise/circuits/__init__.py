@@ -1,7 +1,7 @@
 """What heads write and cause: attribution, patching, circuits and head matrices.
 
-Users call it by names of the root, such as `headwise.attribute`. Functions with the names of their modules:
-`circuit.circuit`, `composition.composition`, `head_matrices.head_matrices`.
+Users call these functions from the root package, such as `headwise.attribute`. Functions with the names of their
+modules: `circuit.circuit`, `composition.composition`, `head_matrices.head_matrices`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The activations that patching replaces: a head's output, query, key, value or pattern, in one form.
 
-Every kind of activation is shown to a visitor as a tensor (B, T, heads, width). A pattern is shown as the head's
-output: the weights of another run, applied to the values of this one, are attention with that run's queries and keys,
-so that no matrix of weights is ever made.
+Every kind of activation is passed to a visitor as a tensor (B, T, heads, width). A pattern is passed as the head's
+output: applying the weights of another run to the values of this one is attention with that run's queries and keys, so
+no matrix of weights is ever stored.
 """
 
 from __future__ import annotations

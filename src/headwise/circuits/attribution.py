@@ -22,7 +22,7 @@ from .inputs import model_batches, named_tensors, to_device
 from .metric import Measure, Metric, metric_key
 from .residual_stream import ResidualStream, StreamPass, leaf_of, residual_stream, run_cut
 
-Progress = Callable[[int, int], None]  # steps done, steps in all
+Progress = Callable[[int, int], None]  # finished steps, total number of steps
 # the difference between the metric and the sum of its parts, relative to the sum of their absolute values
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 0.02, torch.bfloat16: 0.1}
 OUTPUT_BIAS, W_O_BIASES, NORM_BIASES = "output bias", "W_O biases", "norm biases"
@@ -38,27 +38,27 @@ def attribute(
 
     The last layer's residual stream is the sum of the embeddings, of every head's output through its part of W_O, of
     every feed-forward block and of biases. With the final norm at its actual scale, the metric is the sum of their
-    effects. Effects through later heads and feed-forward blocks are not in it: `patch` measures them.
+    effects. Effects through later heads and feed-forward blocks are not included: `patch` measures them.
 
     In models with the norm after the residual sum (BERT), the heads of the last layer have a direct effect, and all
     earlier layers together are one term.
 
     Args:
-        model: any transformers model, headwise's own stacks, nn.Transformer and its parts. It is left as it was.
+        model: any transformers model, headwise's own stacks, nn.Transformer and its parts. It is not changed.
         inputs: a batch, a list of batches, a text or a list of texts.
-        metric: `LogitDifference`, or a function of the model's output that gives one number per prompt (B,) or one
-            for all. One that is not linear in the stream after the norm is attributed through its gradient, and the
-            result says so.
+        metric: `LogitDifference`, or a function of the model's output that gives one number per prompt (B,) or one for
+            all. A metric that is not linear in the stream after the norm is attributed through its gradient, and the
+            result notes this.
         tokenizer: for texts, and for answers that are strings.
-        progress: called with the batches done and the batches in all.
+        progress: called with the number of finished batches and their total number.
 
     Returns:
         Effects, {kind: (layers, heads)}. `rest` has the embeddings, feed-forward blocks and biases; heads and rest add
-        up to the metric, `about.value`. `about.details["difference"]` is by how much they do not, relative to the sum
-        of all absolute parts.
+        up to the metric, `about.value`. `about.details["difference"]` is the remaining error, relative to the sum of
+        all absolute parts.
 
     Raises:
-        UnsupportedError: for a model whose residual stream is no sum, or where the parts do not add up.
+        UnsupportedError: for a model whose residual stream is not a sum, or if the parts do not add up.
         HeadwiseError: for a metric that is not finite or of another shape.
 
     Example:
@@ -233,7 +233,7 @@ def _per_value(parts: Tensor, size: int) -> Tensor:
 
 
 def _shared_part(values: Tensor, leaf: Tensor) -> Tensor:
-    """What a leaf that all prompts share adds to each value."""
+    """The contribution of a leaf that all prompts share to each value."""
     parts = []
     for row in torch.eye(len(values), dtype=values.dtype, device=values.device):
         (gradient,) = torch.autograd.grad(values, leaf, row, retain_graph=True)

@@ -1,4 +1,4 @@
-"""circuit: the edges between heads that carry a metric, scored by their gradients and verified by patching the rest."""
+"""circuit: the edges between heads that carry a metric, scored by gradients and verified by patching the others."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .inputs import Pair, model_pairs, named_tensors, to_device
 from .metric import LogitDifference, Measure, Metric, metric_key
 from .residual_stream import residual_stream
 
-Progress = Callable[[int, int], None]  # steps done, steps in all
+Progress = Callable[[int, int], None]  # finished steps, total number of steps
 MEMORY = 2**30  # bytes of activations that are held at once
 COPIES = 4  # of what all writers add: clean, corrupted, the difference, the change
 SERIES = (1, 2, 5)  # sizes of the curve: 10, 20, 50, 100, ...
@@ -51,40 +51,41 @@ def circuit(
     memory: int = MEMORY,
     progress: Progress | None = None,
 ) -> Circuit:
-    """The circuit behind a metric: its strongest edges, and how much of the metric they alone explain.
+    """Find the circuit behind a metric: its strongest edges, and how much of the metric they explain.
 
-    An edge leads from what one node (the embedding, a head, a feed-forward block) writes into the residual stream to
-    what another reads: the query, key or value input of a head (of a KV head, where heads share keys and values), a
-    feed-forward block, or the output. Edges are scored by edge attribution patching with integrated gradients (Hanna
-    et al. 2024): the difference of what the writer adds in the clean and the corrupted run, times the gradient of the
-    metric by what the reader reads, averaged over points between the two runs' embeddings.
+    An edge leads from the output that one node (the embedding, a head, a feed-forward block) writes into the residual
+    stream to the input of another: the query, key or value input of a head (of a KV head, if heads share keys and
+    values), a feed-forward block, or the output. Edges are scored by edge attribution patching with integrated
+    gradients (Hanna et al. 2024): the difference between the writer's outputs in the clean and the corrupted run, times
+    the gradient of the metric with respect to the reader's input, averaged over points between the two runs'
+    embeddings.
 
-    Then the circuit is verified. The model runs on the clean prompts with the best edges alone, while all others carry
-    what they do in the corrupted run; faithfulness is the share of the difference that remains. Completeness is the
-    share that is lost when the circuit's edges are corrupted and all others kept. Both are measured for several sizes,
-    beside random edges.
+    Then the circuit is verified. The model runs on the clean prompts with only the best edges, while all other edges
+    carry their values from the corrupted run; faithfulness is the share of the difference that remains. Completeness is
+    the share that is lost if the circuit's edges are corrupted and all other edges are clean. Both are measured for
+    several sizes, with random edges as a baseline.
 
     Args:
-        model: a pre-norm model of one stack: GPT-2, Llama and their relatives, headwise.Decoder, pre-norm encoders.
+        model: a pre-norm model of one stack: GPT-2, Llama and similar models, headwise.Decoder, pre-norm encoders.
         clean: a batch, a list of batches, a text or a list of texts.
-        corrupted: the same prompts changed so that the answer is another, token by token as long.
+        corrupted: the same prompts, changed so that the answer is different; with the same number of tokens each.
         metric: `LogitDifference`, or a function of the model's output; higher on the clean prompts.
         size: the number of edges. By default the smallest circuit that reaches the target.
         target: the faithfulness to reach.
         steps: points between the corrupted and the clean embeddings.
         draws: random circuits per size.
-        seed: of those.
+        seed: the seed of the random circuits.
         tokenizer: for texts, and for answers that are strings.
-        memory: bytes of activations to hold at once; with a `LogitDifference`, batches are split into parts that fit.
-        progress: called with the passes done and a bound on the passes in all.
+        memory: bytes of activations to store at once; with a `LogitDifference`, batches are split into parts that fit.
+        progress: called with the number of finished passes and an upper bound on their total number.
 
     Returns:
-        A Circuit: prints, saves, compares.
+        A Circuit, which can be printed, saved and compared.
 
     Raises:
         UnsupportedError: for a model whose edges are not known.
         ShapeError: for prompts of different lengths.
-        HeadwiseError: where the corrupted run has the same metric, or an option is out of range.
+        HeadwiseError: if the corrupted run has the same metric, or an option is out of range.
 
     Example:
         >>> clean = "When Mary and John went to the store, John gave a drink to"
@@ -296,7 +297,7 @@ class _Search:
         )
 
     def _run(self, circuits: Sequence[np.ndarray]) -> np.ndarray:
-        """(circuits, prompts): the metric with the edges of each circuit alone."""
+        """(circuits, prompts): the metric with only the edges of each circuit."""
         columns = []
         for number, pair in enumerate(self.parts):
             corrupted = self._record(number, pair.corrupted)

@@ -47,7 +47,7 @@ class Slot(NamedTuple):
 
 @dataclass(eq=False)
 class Reader:
-    """What reads the stream through one norm: an attention layer, a feed-forward block, or the output."""
+    """A reader of the stream through one norm: an attention layer, a feed-forward block, or the output."""
 
     norm: nn.Module
     slots: list[Slot]
@@ -83,7 +83,7 @@ def circuit_graph(
     """The graph of a pre-norm model, found in one pass.
 
     Raises:
-        UnsupportedError: for a model whose readers do not each read the stream through a norm of their own.
+        UnsupportedError: for a model whose readers do not each read the stream through their own norm.
     """
     _check_stream(model, stream)
     reads = _Reads(model, sites, stream)
@@ -188,7 +188,7 @@ def _layer_of(writer: Writer, sites: list[Site]) -> int:
 
 
 def projections_of(model: nn.Module, site: Site) -> Projections:
-    """The projections of a layer, each a linear layer of its own."""
+    """The projections of a layer, each a separate linear layer."""
     if isinstance(site.module, nn.MultiheadAttention):
         raise _refusal("nn.MultiheadAttention", "projections that are linear layers")
     try:

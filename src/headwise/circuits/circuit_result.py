@@ -16,7 +16,7 @@ LISTED = 20  # edges that a printed circuit shows
 
 
 class Share(NamedTuple):
-    """A share of the metric with the ends of its interval; NaN where there is none."""
+    """A share of the metric with the ends of its interval; NaN if there is none."""
 
     mean: float
     low: float
@@ -39,7 +39,7 @@ class CircuitNode(NamedTuple):
 
 
 class Edge(NamedTuple):
-    """From what one node writes to what another reads."""
+    """An edge from the output of one node to an input of another."""
 
     source: str
     target: str
@@ -70,14 +70,14 @@ class Circuit:
     """The strongest edges, verified.
 
     Attributes:
-        edges: those of the circuit, the strongest first.
-        nodes: those that the edges touch, from input to output.
+        edges: the edges of the circuit, the strongest first.
+        nodes: the nodes that the edges connect, from input to output.
         total: how many edges the model has.
-        curve: faithfulness and completeness by size, beside random circuits.
+        curve: faithfulness and completeness by size, with random circuits as a baseline.
         metric, clean, corrupted: what was measured, and its means in the two runs.
         prompts: the number of pairs.
         method: how edges were scored.
-        notes: what to know about the numbers.
+        notes: remarks about the numbers.
 
     Example:
         >>> circuit = headwise.circuit(model, clean, corrupted, metric, tokenizer=tokenizer)
@@ -113,7 +113,7 @@ class Circuit:
 
     @property
     def completeness(self) -> float:
-        """The share of the metric's difference that is lost without them."""
+        """The share of the metric's difference that is lost without these edges."""
         return self.point.completeness.mean
 
     def heads(self) -> list[tuple[str, int, int]]:
@@ -121,7 +121,7 @@ class Circuit:
         return [(node.kind, node.layer, head) for node in self.nodes if node.type == "head" for head in node.heads]
 
     def diff(self, other: Circuit) -> CircuitDiff:
-        """What this circuit has and another has not, and the other way round."""
+        """The edges that only this circuit has, and those that only the other has."""
         own, others = {edge.ends: edge for edge in self.edges}, {edge.ends: edge for edge in other.edges}
         return CircuitDiff(
             tuple(edge for ends, edge in own.items() if ends not in others),
@@ -164,7 +164,7 @@ class Circuit:
         """A circuit from what `to_json` gave.
 
         Raises:
-            CheckpointError: where something in it is not as it should be.
+            CheckpointError: if the document is not valid.
         """
         try:
             return _read(document)

@@ -1,4 +1,4 @@
-"""`headwise.composition`: how strongly what a head writes is read by the queries, keys and values of later heads."""
+"""`headwise.composition`: how strongly the queries, keys and values of later heads read the output of a head."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class HeadPair:
 
 @dataclass(frozen=True, eq=False)
 class Composition:
-    """Q-, K- and V-composition between all pairs of heads of a model, less the value for random heads.
+    """Q-, K- and V-composition between all pairs of heads of a model, minus the value for random heads.
 
     `scores["key"][u, v]` is norm(QK_v OV_u) / (norm(QK_v) norm(OV_u)) - 1 / sqrt(d) for the heads `heads[u]` and
     `heads[v]`; "query" has QK_v transposed, "value" has OV_v. NaN where v does not read what u writes: it is not in a
@@ -55,7 +55,7 @@ class Composition:
         scores: "query", "key", "value" -> (earlier heads, later heads).
         unevenness: of the same names, (heads,): how uneven a head's squared singular values are (those of QK for
             "query" and "key", of OV for "value"), as sum of squares / square of sum - 1 / d.
-        notes: what to know about the numbers.
+        notes: remarks about the numbers.
 
     Example:
         >>> composition = headwise.composition(model)
@@ -71,7 +71,7 @@ class Composition:
 
     @property
     def baseline(self) -> np.ndarray:
-        """(heads,): the value for random heads, which was taken off the scores of each earlier head."""
+        """(heads,): the value for random heads, which was subtracted from the scores of each earlier head."""
         return 1 / np.sqrt(np.array(self.widths, dtype=float))
 
     def deviations(self, component: str) -> np.ndarray:
@@ -121,7 +121,7 @@ class Composition:
         return sorted(pairs, key=lambda pair: -pair.score)[:n]
 
     def to_json(self) -> dict[str, Any]:
-        """The scores as plain JSON values; null where there is none."""
+        """The scores as plain JSON values; null if there is none."""
 
         def rows(array: np.ndarray) -> Any:
             values = array.astype(object)
@@ -142,7 +142,7 @@ class Composition:
 
     @classmethod
     def from_json(cls, document: Any) -> Composition:
-        """What `to_json` gave; anything else is a CheckpointError of one line."""
+        """Restore the result of `to_json`; anything else raises a one-line CheckpointError."""
         if not isinstance(document, dict) or "headwise_composition" not in document:
             raise CheckpointError("this is not a composition that headwise wrote: it has no 'headwise_composition'")
         if document["headwise_composition"] != VERSION:
@@ -177,12 +177,12 @@ class Composition:
 
 
 def composition(model: nn.Module, *, fold_norm: bool | None = None) -> Composition:
-    """How strongly the queries, keys and values of each head read what each earlier head writes, by weights alone.
+    """How strongly the queries, keys and values of each head read the output of each earlier head, from weights alone.
 
     For an earlier head u and a later head v: K-composition is norm(QK_v OV_u), Q-composition norm(QK_v^T OV_u) and
-    V-composition norm(OV_v OV_u), each divided by the product of the two norms (Elhage et al. 2021), less 1 / sqrt(d),
+    V-composition norm(OV_v OV_u), each divided by the product of the two norms (Elhage et al. 2021), minus 1 / sqrt(d),
     the value for random matrices. QK is without rotation; norms are folded in as in `head_matrices`. Heads of one layer
-    do not compose. What feed-forward blocks and norms in between do is not in it.
+    do not compose. The effect of feed-forward blocks and norms between the heads is not included.
 
     Args:
         model: any PyTorch model whose projections are known; it is not changed.
@@ -193,7 +193,7 @@ def composition(model: nn.Module, *, fold_norm: bool | None = None) -> Compositi
 
     Raises:
         HeadwiseError: for a model without attention.
-        UnsupportedError: where the matrices of a layer are not known.
+        UnsupportedError: if the matrices of a layer are not known.
 
     Example:
         >>> result = headwise.composition(headwise.load("smollm2"))

@@ -30,7 +30,7 @@ Embeddings = dict[nn.Module, Tensor]  # outputs of the embedding modules
 
 @dataclass
 class Activations:
-    """What one pass gave."""
+    """The recorded activations of one pass."""
 
     values: Tensor  # the metric, (B,) or (1,)
     written: Tensor  # (U, B, T, d): what each writer adds, without its factor
@@ -110,7 +110,7 @@ class _EdgeHooks(ABC):
 
 
 class _HeadWrites:
-    """What each head of a layer adds to the stream, from W_O's input: (B, T, H * width) -> (H, B, T, d)."""
+    """The contribution of each head of a layer to the stream, from W_O's input: (B, T, H * width) -> (H, B, T, d)."""
 
     def __init__(self, model: nn.Module, site: Site) -> None:
         layer = projections_of(model, site)
@@ -337,7 +337,7 @@ def select(parts: Tensor, numbers: Sequence[int]) -> Tensor:
 def run_edges(
     model: nn.Module, graph: CircuitGraph, run: Run, clean: Any, corrupted: Activations, weights: Sequence[Tensor]
 ) -> Tensor:
-    """The metric on the clean input with some edges alone; all others carry what they do in the corrupted run.
+    """The metric on the clean input with only some edges; all others carry their values from the corrupted run.
 
     weights: per reader (S, P), as `graph.readers`: 1 for an edge that is kept, 0 for one that is patched.
     """

@@ -67,8 +67,8 @@ class Effects(Mapping[str, np.ndarray]):
     Attributes:
         interval: {kind: (2, layers, heads)}, the ends of a 95 % bootstrap interval over the prompts; NaN with fewer
             than two of them, or a metric that is one number for all.
-        rest: {name: effect} of what is not a head: embeddings, feed-forward blocks, biases; for `attribute`, heads
-            and rest add up to the metric.
+        rest: {name: effect} of everything that is not a head: embeddings, feed-forward blocks, biases; for `attribute`,
+            heads and rest add up to the metric.
         about: name, method, metric and its value, unit, notes.
         count: the number of prompts.
 
@@ -114,7 +114,7 @@ class Effects(Mapping[str, np.ndarray]):
 
     @property
     def metric(self) -> str:
-        """What was measured, in words."""
+        """A description of what was measured."""
         return self.about.metric
 
     @property
@@ -147,7 +147,7 @@ class Effects(Mapping[str, np.ndarray]):
         return sorted(self.rows(), key=lambda row: -abs(row.effect))[:number]
 
     def correlation(self, other: Mapping[str, np.ndarray]) -> float:
-        """Spearman's rank correlation with other effects or scores of the same heads; heads missing in one are out."""
+        """Spearman's rank correlation with other effects or scores; heads missing in either are skipped."""
         pairs = []
         for kind, table in self.items():
             if kind not in other or np.shape(other[kind]) != table.shape:
@@ -193,7 +193,7 @@ class Effects(Mapping[str, np.ndarray]):
         """Effects from what `to_json` gave.
 
         Raises:
-            CheckpointError: where something in it is not as it should be.
+            CheckpointError: if the document is not valid.
         """
         try:
             return cls._read(document)

@@ -63,7 +63,7 @@ def vocabulary(model: Any, site: Site, width: int, dtype: torch.dtype, norms: St
     """W_E and W_U for the heads of a layer.
 
     Raises:
-        UnsupportedError: where the model has no such matrix, or the layer is not on the way from one to the other.
+        UnsupportedError: if the model has no such matrix, or the layer is not on the way from one to the other.
     """
     name = type(model).__name__
     _check_tower(model, site)

@@ -23,7 +23,7 @@ from .patch_runs import Baseline, PatchRuns, SiteShape, site_shape
 
 
 class Estimate(NamedTuple):
-    """What is estimated of one pair."""
+    """The estimates for one pair."""
 
     baseline: Baseline
     changes: dict[Site, Tensor]  # (B, heads), or (1, heads): of the metric of this run, by each head's patch
@@ -118,7 +118,7 @@ def _gradients(
 
 
 class _Embeddings:
-    """What a model's embeddings give in the two runs, in the order of their calls."""
+    """The outputs of a model's embeddings in the two runs, in the order of their calls."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model

@@ -21,7 +21,7 @@ from .tokens import Copying, Token, TokenEffect, TokenPair, copying, effects_of,
 
 @dataclass(frozen=True, eq=False)
 class HeadMatrices:
-    """What one head reads and writes, by its weights alone.
+    """The OV and QK matrices of one head, from its weights alone.
 
     A head that attends from token i to token j writes OV x_j into the stream of token i, and its score for the pair is
     x_i^T QK x_j, before biases and before the layer's scale.
@@ -33,9 +33,9 @@ class HeadMatrices:
         kv_head: the KV head that it reads.
         ov: (d, d) by factors (d, d_v) and (d_v, d): W_O^h and W_V^h.
         qk: (d, d) by factors (d, d_k) and (d_k, d): W_Q^h transposed and W_K^h.
-        biases: those that exist of the head's "query", "key" and "value".
-        rotation: which rotation of queries and keys is in QK, in words.
-        norm: which norms are folded into the factors, in words.
+        biases: the head's "query", "key" and "value" biases, as far as they exist.
+        rotation: a description of the rotation of queries and keys that QK includes.
+        norm: a description of the norms that are folded into the factors.
         notes: what else the layer does.
 
     Example:
@@ -59,7 +59,7 @@ class HeadMatrices:
 
     @cached_property
     def copying(self) -> Copying:
-        """Whether OV raises the tokens that it reads, beside random heads.
+        """Whether OV raises the tokens that it reads, compared with random heads.
 
         The sum of the eigenvalues of W_U W_O^h W_V^h W_E divided by the sum of their absolute values (Elhage et al.
         2021), computed from a d_v x d_v matrix. The final norm's gamma is folded into W_U.
@@ -72,9 +72,9 @@ class HeadMatrices:
     def top_tokens(self, k: int = 10) -> tuple[TokenPair, ...]:
         """The k pairs of an input and an output token with the largest entries of W_U W_O^h W_V^h W_E.
 
-        Each embedding has the scale that the norm before the layer would give it, where that norm is folded in;
-        positions, norms of embeddings and biases are left out. Scores are computed in blocks of 4 million; no matrix
-        over all pairs of tokens exists.
+        If the norm before the layer is folded in, each embedding is scaled as this norm would scale it; positions,
+        norms of embeddings and biases are omitted. Scores are computed in blocks of 4 million; the matrix over all
+        pairs of tokens is never stored.
 
         Args:
             k: how many pairs.
@@ -96,7 +96,7 @@ class HeadMatrices:
         return tuple(TokenPair(token_name(a, names), token_name(b, names), score) for a, b, score in pairs)
 
     def token_effect(self, token: Token, k: int = 10) -> TokenEffect:
-        """What attending to a token raises and lowers most.
+        """The tokens whose logits attending to a token raises and lowers most.
 
         Args:
             token: its id, or its text where there is a tokenizer.
@@ -154,19 +154,19 @@ def head_matrices(
 ) -> HeadMatrices:
     """W_OV and W_QK of a head as low-rank factors; its copying score and its strongest tokens.
 
-    Query head i goes with KV head i // (query heads / KV heads). By default the norm before the layer is folded in:
-    its gamma scales the columns of W_Q, W_K and W_V and, for a LayerNorm, the mean is taken off (its beta is in the
-    biases), so that the factors read the residual stream itself. What is left is one positive scale per token, which
-    depends on the input. A norm of W_O's output (Gemma) is folded into W_O likewise. Which norm that is, is seen in one
-    run of the model on random tokens, which is remembered.
+    Query head i reads KV head i // (query heads / KV heads). By default the norm before the layer is folded in: its
+    gamma scales the columns of W_Q, W_K and W_V and, for a LayerNorm, the mean is subtracted (its beta is in the
+    biases), so that the factors apply directly to the residual stream. What remains of the norm is one positive scale
+    per token, which depends on the input. A norm of W_O's output (Gemma) is folded into W_O in the same way. The norms
+    are found in one run of the model on random tokens; the result is cached.
 
     Args:
         model: any PyTorch model whose projections are known; it is not changed.
         layer: its number, (kind, number) or its module's path.
         head: the number of a query head.
-        distance: with rotary positions QK depends on how many tokens the query is after the key: QK for that distance,
-            by the model's own rotary code; negative for a query before its key. None: without rotation.
-        fold_norm: None folds norms that are known; True refuses where they are not; False folds none.
+        distance: with rotary positions, QK depends on how many tokens the query is after the key. Computes QK for that
+            distance with the model's own rotary code; negative for a query before its key. None omits the rotation.
+        fold_norm: None folds norms that are known; True also raises an error if they are not known; False folds none.
         tokenizer: for the texts of tokens in `top_tokens` and `token_effect`.
 
     Returns:
@@ -174,7 +174,7 @@ def head_matrices(
 
     Raises:
         HeadwiseError: for a layer, head or distance that does not exist.
-        UnsupportedError: where the matrices of the layer, its rotation or its norms are not known.
+        UnsupportedError: if the matrices of the layer, its rotation or its norms are not known.
 
     Example:
         >>> model, tokenizer = headwise.load("smollm2"), headwise.tokenizer("smollm2")

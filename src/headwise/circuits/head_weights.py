@@ -28,7 +28,7 @@ AFTER_W_O = "LayerNorm"  # ALBERT's attention module has the norm of the residua
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """The weights of all heads of one layer; query head i goes with KV head i // (H / Hkv)."""
+    """The weights of all heads of one layer; query head i reads KV head i // (H / Hkv)."""
 
     site: Site
     query: Tensor  # (H, d_k, d)
@@ -49,7 +49,7 @@ def layer_weights(model: nn.Module, site: Site) -> LayerWeights:
     """The matrices of a layer's heads, in float64 where the weights are, else in float32.
 
     Raises:
-        UnsupportedError: where a head's output is not its part of W_O times a weighted sum of its values, or where the
+        UnsupportedError: if a head's output is not its part of W_O times a weighted sum of its values, or where the
             matrices are not known.
     """
     layer = _find(model, site)
@@ -91,7 +91,7 @@ def _find(model: nn.Module, site: Site) -> Projections:
 
 
 def _check(layer: Projections) -> None:
-    """Refuse a layer in which more than W_V and W_O stands between the stream and what a head writes."""
+    """Refuse a layer with more than W_V and W_O between the stream and a head's output."""
     module, site = layer.site.module, layer.site
     if getattr(module, "is_kv_shared_layer", False):
         raise _unknown(site, "its keys and values are those of another layer")

@@ -80,7 +80,7 @@ def model_pairs(clean: Any, corrupted: Any, tokenizer: Any = None) -> list[Pair]
     """Pairs of batches, whose prompts have the same numbers of tokens row by row.
 
     Raises:
-        ShapeError: where they differ, naming the rows and their lengths.
+        ShapeError: if they differ, naming the rows and their lengths.
     """
     pairs = [
         Pair(*batches)

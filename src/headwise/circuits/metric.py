@@ -26,7 +26,7 @@ class LogitDifference:
         answers: one token for all prompts or one per prompt, as ids or as strings that are one token each, their
             leading space included (" Mary").
         others: the same for the token to compare with; None for the answer's logit alone.
-        tokenizer: for strings; functions that are given a tokenizer use theirs.
+        tokenizer: needed for strings; functions with a tokenizer argument use that one instead.
 
     Example:
         >>> metric = headwise.LogitDifference(" Mary", " John", tokenizer=headwise.tokenizer("smollm2"))
@@ -48,7 +48,7 @@ Metric = LogitDifference | Callable[[Any], Tensor]  # a function of the model's 
 
 
 def metric_key(metric: Metric) -> Any:
-    """What tells metrics apart that may read another part of a model's output; it keeps no metric alive."""
+    """A key that distinguishes metrics that may read different parts of a model's output; it keeps no metric alive."""
     if isinstance(metric, LogitDifference):
         return "logits"
     try:
@@ -98,7 +98,7 @@ class Measure:
         return values
 
     def first_prompt(self) -> LogitDifference:
-        """The same logit difference for the first prompt alone."""
+        """The same logit difference for the first prompt only."""
         others = None if self._others is None else int(self._others[0])
         return LogitDifference(int(self._answers[0]), others)
 

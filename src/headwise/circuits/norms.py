@@ -1,4 +1,4 @@
-"""What a norm layer does beside dividing by a scale: gamma, beta, and whether it takes the mean off first."""
+"""What a norm layer does besides dividing by a scale: gamma, beta, and whether it subtracts the mean first."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..errors import UnsupportedError
 CLOSE = {torch.float64: 1e-5, torch.float32: 1e-4}  # between a norm and its formula, relative to the largest output
 CLOSE_IN_HALF = 0.02
 OTHER_AXES = ("batch", "group", "instance")  # in the names of norms over other axes than the last
-LARGE = 100.0  # size of the numbers that a norm is tried on: its epsilon is nothing beside them
+LARGE = 100.0  # size of the numbers that a norm is probed with: its epsilon is negligible compared with them
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Norm:
 
     path: str
     kind: str  # its class
-    gamma: Tensor | None  # (d,); None where there is none
+    gamma: Tensor | None  # (d,); None if there is none
     beta: Tensor | None  # (d,)
     centred: bool
 
@@ -84,7 +84,7 @@ def read_norm(module: nn.Module, path: str, width: int, dtype: torch.dtype) -> N
 
 
 def possible_forms(module: nn.Module, width: int) -> Iterator[tuple[Tensor | None, Tensor | None, bool]]:
-    """What a norm may compute, by its parameters: gamma, beta, and whether it takes the mean off first."""
+    """The forms that a norm may have, from its parameters: gamma, beta, and whether it subtracts the mean first."""
     weight, bias = (_vector(module, name, width) for name in ("weight", "bias"))
     gammas = [weight, 1 + weight] if weight is not None else [None]  # Gemma's norms have 1 + weight
     for gamma in gammas:

@@ -1,4 +1,4 @@
-"""A metric on pairs of prompts, before the long work on them: refused where they cannot be compared."""
+"""The metric on pairs of prompts, checked before the long computation: pairs that cannot be compared are refused."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def measure_pairs(
 
     Raises:
         ShapeError: for a pair of different numbers of tokens, naming the tokens that differ.
-        HeadwiseError: where the corrupted prompts do not lower the metric.
+        HeadwiseError: if the corrupted prompts do not lower the metric.
     """
     check_alignment(clean, corrupted, tokenizer)
     pairs = model_pairs(list(clean), list(corrupted), tokenizer)

@@ -1,4 +1,4 @@
-"""Runs of a model on pairs of inputs, with what patching needs of them."""
+"""Runs of a model on pairs of inputs, with the activations and metrics that patching needs."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class PatchRuns:
         return output, kept
 
     def replacement(self, visit: Visit, kept: Mapping[Site, Kept], copies: int = 1) -> Tensor:
-        """(rows, T, heads, width), or with as many more rows as there are copies: the activations to put in."""
+        """(rows, T, heads, width), or with rows repeated for each copy: the activations to insert."""
         if self.means:
             mean = self.means[visit.site].to(visit.value)
             shape = (len(visit.value) // copies, *visit.value.shape[1:])

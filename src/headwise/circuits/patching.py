@@ -68,52 +68,53 @@ def patch(
 ) -> Effects:
     """Activation patching: the share of a metric that each head's activation from another run restores or destroys.
 
-    An effect is a mean over the prompts of the metric's change by the patch, divided by the mean difference between
-    the clean and the corrupted run: 1 where one head does all of it. The two directions answer different questions,
-    whether a head suffices and whether it is needed.
+    An effect is the mean change of the metric caused by the patch, divided by the mean difference between the clean and
+    the corrupted run; it is 1 if one head accounts for the whole difference. The two directions answer different
+    questions: whether a head is sufficient, and whether it is necessary.
 
     Args:
-        model: any whose heads can be masked, for outputs; transformers' registry, headwise's own modules and
-            nn.MultiheadAttention for all else.
+        model: for outputs, any model whose heads can be masked; for everything else, models of transformers' registry,
+            headwise's own modules and nn.MultiheadAttention.
         clean: a batch (a dict of model inputs, a tensor or a tuple), a list of batches, or texts.
-        corrupted: as many prompts, each with as many tokens as the clean one.
+        corrupted: the same number of prompts, each with as many tokens as its clean prompt.
         metric: `headwise.LogitDifference`, or a function of the model's output that gives (B,) numbers or one.
-        what: the activation that is replaced. "output": what the head gives to W_O. "query", "key", "value": what
-            attention is given, after rotary embeddings and norms. "pattern": the attention weights, applied to the
+        what: the activation that is replaced. "output": the head's output before W_O. "query", "key", "value": the
+            inputs of attention, after rotary embeddings and norms. "pattern": the attention weights, applied to the
             run's own values.
         method: "exact", one pass per head, several heads in a batch; or "gradient", a first-order estimate of all
             heads from two forward passes and one backward (attribution patching).
-        direction: "denoise" puts clean activations into the corrupted run and gives the share restored; "noise" puts
-            corrupted ones into the clean run and gives the share destroyed.
+        direction: "denoise" inserts clean activations into the corrupted run and gives the share restored; "noise"
+            inserts corrupted activations into the clean run and gives the share destroyed.
         positions: the tokens where activations are replaced, all by default: a position or several; a tensor
             (prompts,) of one per prompt; or a bool mask (prompts, T), also as a list of one per batch. Numbers count
             a prompt's own tokens, without padding, negative ones from the last. Padding is never patched.
         heads: layers, or {layer: [heads]}, where a layer is its number, (kind, number) or its module's path; all by
-            default, and True for all. Named heads are query heads: a key or value is then replaced for those alone
-            and not for the others that share it. By default it is replaced for all of them, one effect per KV head.
+            default, and True for all. Named heads are query heads: a key or value is then replaced only for these heads
+            and not for others that share it. By default it is replaced for all query heads of the group, with one
+            effect per KV head.
         steps: of method="gradient". From 2 on, the gradient is a mean over as many points between the two inputs
-            (integrated gradients): embeddings, and inputs that are floating-point numbers, are interpolated. It is
-            a mean over both contexts, the same in both directions (but for patterns), and so not always nearer to
-            exact patching.
-        mean_of: batches or texts; each head's mean over all their tokens is put in, instead of the activation of the
-            other run, which still says what the effects are a share of.
+            (integrated gradients): embeddings, and inputs that are floating-point numbers, are interpolated. The result
+            is a mean over both contexts and the same in both directions (except for patterns), so it is not always
+            closer to exact patching.
+        mean_of: batches or texts; each head's mean over all their tokens is inserted instead of the activation of the
+            other run. Effects are still a share of the difference to the other run.
         tokenizer: for texts and for answers that are strings.
         sample: of method="gradient": how many heads, drawn at random, to patch exactly on the first batch; the rank
             correlation with the estimate is in `about.notes` and `about.details`. 0 for none.
-        seed: of the sample.
-        memory: bytes for copies of a batch and for activations, as estimated; more run more heads at once.
-        work: a file that keeps what was measured after every pass. The same call goes on from there; a file of other
-            weights, inputs or options is refused.
+        seed: the seed of the sample.
+        memory: estimated bytes for copies of a batch and for activations; with more memory, more heads run at once.
+        work: a file that stores the results after every pass. The same call resumes from it; a file of other weights,
+            inputs or options is refused.
         progress: called with the heads done and their number, counted once per pair of batches.
 
     Returns:
         Effects by kind of attention: (layers, heads), or (layers, KV heads) for keys and values of all heads.
 
     Raises:
-        HeadwiseError: for unknown heads or options, a metric that is not finite, and where the corrupted run gives
-            the same metric as the clean one.
-        ShapeError: for prompts of different numbers of tokens.
-        UnsupportedError: for layers whose activations cannot be replaced, by name.
+        HeadwiseError: for unknown heads or options, a metric that is not finite, or a corrupted run with the same
+            metric as the clean run.
+        ShapeError: for pairs of prompts with different numbers of tokens.
+        UnsupportedError: for layers whose activations cannot be replaced; the message names them.
 
     Example:
         >>> metric = headwise.LogitDifference(" Mary", " John", tokenizer=tokenizer)
@@ -289,7 +290,7 @@ def _scale(runs: PatchRuns, baselines: Sequence[Baseline]) -> np.ndarray:
     """(prompts,): clean minus corrupted, what effects are a share of.
 
     Raises:
-        HeadwiseError: where there is no difference.
+        HeadwiseError: if there is no difference.
     """
     this, other = (_pooled(runs, [getattr(x, name) for x in baselines]) for name in ("this", "other"))
     size = float(torch.maximum(this.abs(), other.abs()).mean())

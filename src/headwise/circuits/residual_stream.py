@@ -1,8 +1,8 @@
-"""The residual stream of a model: who writes into it, found once per model, and cut open in every pass.
+"""The residual stream of a model: its writers, found once per model, and detached from the graph in every pass.
 
 In a pass under `StreamPass`, every writer's output is a leaf of the autograd graph and the norms on the way are linear
-at their actual scale. What is left of the graph is the stream itself and the output layers, so the gradient of a
-metric by a writer's output is its direct path alone: not what later heads and feed-forward blocks make of it.
+at their actual scale. Only the stream itself and the output layers remain in the graph, so the gradient of a metric
+with respect to a writer's output covers only its direct path, without later heads and feed-forward blocks.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class NormRecord(NamedTuple):
 
 @dataclass
 class StreamPass:
-    """What one pass gave: a leaf per writer, the heads' outputs, and the norms on the way."""
+    """The record of one pass: a leaf per writer, the heads' outputs, and the norms on the path."""
 
     values: Tensor | None = None  # the metric
     leaves: dict[tuple[nn.Module, int], Tensor] = field(default_factory=dict)
@@ -90,7 +90,7 @@ def residual_stream(
         key: the metric and the names of the inputs, which the stream's end depends on.
 
     Raises:
-        UnsupportedError: where the stream is no sum, or weights are not in memory.
+        UnsupportedError: if the stream is no sum, or weights are not in memory.
     """
     if any(parameter.is_meta for parameter in model.parameters()):
         raise UnsupportedError(
@@ -126,7 +126,7 @@ def run_cut(
 
 
 class _StreamHooks:
-    """What finding a stream and cutting it have in common."""
+    """The hooks that finding a stream and detaching it share."""
 
     def __init__(self, model: nn.Module, sites: list[Site]) -> None:
         self.model, self.sites = model, sites
@@ -344,7 +344,7 @@ def _loose_leaves(
     """A batch and the leaves, by name: inputs and parameters that are added to the stream themselves.
 
     Those are floating inputs of three axes or more, and parameters beside the blocks with one row for a class token or
-    one per position. They require gradients until the model is put back.
+    one per position. They require gradients until the model is restored.
     """
     leaves: dict[str, Tensor] = {}
     for module_name, module in model.named_modules():
@@ -364,7 +364,7 @@ def _loose_leaves(
 
 
 def is_inside(name: str, blocks: set[str]) -> bool:
-    """Whether a module is one of the blocks, or inside of one."""
+    """Whether a module is one of the blocks, or inside one."""
     return any((name + ".").startswith(block + ".") for block in blocks)
 
 

@@ -1,7 +1,7 @@
-"""What a layer does to queries and keys between its projections and their product: rotary positions and norms.
+"""The changes to queries and keys between the projections and their product: rotary positions and norms.
 
-A rotation depends on the position, a norm on the input. Models write both in many ways, so a layer of transformers is
-run itself, with basis vectors in place of its projections' outputs, and the queries and keys that it gives to its
+A rotation depends on the position, a norm on the input. Models implement both in many ways, so the transformers layer
+itself is run with basis vectors in place of its projections' outputs. The queries and keys that it passes to its
 attention function are the columns of its maps.
 """
 
@@ -36,7 +36,7 @@ ROTARY = re.compile(r"rotary|\brope|_rope|cos, sin|sinusoidal_pos|freqs_ci|apply
 DECORATOR = re.compile(r"^@.*$", re.MULTILINE)  # some name a rotation that the class does not use
 POSITION_BIAS = re.compile(r"alibi|position_bias|relative_attention|rel_pos|disentangled", re.IGNORECASE)
 FUNCTIONAL_NORM = ("logit_scale",)  # cosine attention divides queries and keys by their lengths
-LENGTH = 1000.0  # of the basis vectors: the epsilon of a norm is nothing beside it
+LENGTH = 1000.0  # of the basis vectors: the epsilon of a norm is negligible compared with it
 LINEAR = 1e-4  # how far a map may be from linear, relative to its largest entry
 ROTARY_NAME = "rotary_emb"
 FIRST_POSITIONS = (0, 1)  # PaliGemma's positions count from 1
@@ -45,7 +45,7 @@ ROTATION = "the rotation of queries and keys"  # the subject of a refusal
 
 @dataclass(frozen=True)
 class HeadMaps:
-    """The linear maps of a layer's queries and keys, (H or Hkv, d_k, d_k) each or None for none, in words too."""
+    """The linear maps of a layer's queries and keys, (H or Hkv, d_k, d_k) each or None, and a description of them."""
 
     query: Tensor | None
     key: Tensor | None
@@ -58,7 +58,7 @@ def head_maps(model: nn.Module, weights: LayerWeights, norms: StreamNorms, dista
 
     Raises:
         HeadwiseError: for a distance that is not a whole number.
-        UnsupportedError: where the rotation of a layer is not known.
+        UnsupportedError: if the rotation of a layer is not known.
     """
     if distance is not None and (not isinstance(distance, int) or isinstance(distance, bool)):
         raise HeadwiseError(f"distance must be a whole number of tokens or None, got {distance!r}")
@@ -122,7 +122,7 @@ def _notes(weights: LayerWeights) -> tuple[str, ...]:
 
 
 def _norm_map(weights: LayerWeights, role: str) -> Tensor | None:
-    """Gamma (and centring) of the norm of queries or keys, (heads, d_k, d_k); None where there is none."""
+    """Gamma (and centring) of the norm of queries or keys, (heads, d_k, d_k); None if there is none."""
     rows = getattr(weights, role)  # (heads, d_k, d)
     norm = _head_norm(weights, role)
     if norm is None:

@@ -1,7 +1,7 @@
 """Operations between the residual stream and a metric, with gradients of our own: norms and output layers.
 
-A norm is made linear: its scale is held at its actual value. An output layer skips tokens and
-words that the metric does not read, nearly all of them: its gradient would else cost as much as its output.
+A norm is made linear: its scale is held at its actual value. An output layer skips the positions and vocabulary entries
+that the metric does not read, which are nearly all; otherwise its gradient would cost as much as its output.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class NormForm(NamedTuple):
 
 
 def norm_form(module: nn.Module, x: Any, y: Any) -> NormForm | None:
-    """The formula of a module that is a LayerNorm or an RMSNorm, by what it gave for x; None for other modules."""
+    """The formula of a LayerNorm or RMSNorm module, recognised from its output for x; None for other modules."""
     if not isinstance(x, Tensor) or not isinstance(y, Tensor) or x.shape != y.shape or not y.is_floating_point():
         return None
     if not is_norm(module):
@@ -88,7 +88,7 @@ class FrozenNorm(torch.autograd.Function):
 
 
 class SparseLinear(torch.autograd.Function):
-    """A linear layer's output y = x W^T + b, whose gradient is computed for the tokens and rows alone that have one."""
+    """A linear layer's output y = x W^T + b, whose gradient is computed only for tokens and rows that have one."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:

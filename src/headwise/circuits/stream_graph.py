@@ -1,4 +1,4 @@
-"""How a metric is made of what a model writes into its residual stream, read off the autograd graph of one pass.
+"""How a metric depends on what a model writes into its residual stream, read from the autograd graph of one pass.
 
 The stream is the sum that attention outputs are added to. From the metric downwards, the graph first has the output
 layers, then the topmost sum that an attention output is part of: the stream's end. From there on down, sums, views,
@@ -44,7 +44,7 @@ class ModuleCall(NamedTuple):
 
 @dataclass
 class StreamGraph:
-    """What one pass recorded, to be read with `read_writers`."""
+    """The record of one pass, to be read with `read_writers`."""
 
     leaves: dict[int, ModuleCall] = field(default_factory=dict)  # by id of the leaf tensor
     attention: dict[int, int] = field(default_factory=dict)  # by id of an attention output's leaf: its layer number
@@ -225,7 +225,7 @@ def _leaf(node: Node) -> Tensor | None:
 
 
 def block_of(name: str, others: Iterable[str]) -> str:
-    """The longest path with a number in it that a module shares with one of the others; "" where there is none."""
+    """The longest path with a number in it that a module shares with one of the others; "" if there is none."""
     return max((_shared_block(name, other) for other in others), key=len, default="")
 
 

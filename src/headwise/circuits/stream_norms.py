@@ -1,9 +1,9 @@
-"""Which norms stand between the residual stream and a layer's heads, and before the unembedding.
+"""Which norms are between the residual stream and a layer's heads, and before the unembedding.
 
-Names differ from model to model, so the model runs once on a few random tokens: a norm stands before a projection where
-the projection is given the norm's output, and the norm was called inside of the same layer. (In a post-norm model the
-projections are given the last layer's norm, which is the stream itself.) In PyTorch's layers and headwise's own blocks
-the norms are known.
+Names differ from model to model, so the model runs once on a few random tokens: a norm precedes a projection if the
+projection's input is the norm's output and the norm was called inside the same layer. (In a post-norm model the input
+of the projections is the output of the previous layer's norm, which is the stream itself.) In PyTorch's layers and
+headwise's own blocks the norms are known.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def _observe(model: Any, sites: list[Site], norms: StreamNorms) -> None:
 
 
 def check_unhooked(model: nn.Module) -> None:
-    """Refuse to run a model inside of a `with` that sees or changes its runs."""
+    """Refuse to run a model inside a `with` block that observes or changes its runs."""
     if has_hooks(model):
         raise HeadwiseError("the model is being watched or masked; take its heads' matrices outside of that `with`")
 
@@ -254,7 +254,7 @@ class _Observer:
 
 
 def unembedding_module(model: Any) -> nn.Module | None:
-    """The output layer of a transformers model; None where there is none."""
+    """The output layer of a transformers model; None if there is none."""
     if not has_config(model) or not hasattr(model, "get_output_embeddings"):
         return None
     module = model.get_output_embeddings()

@@ -35,7 +35,7 @@ def sweep(
         targets: the heads, in the order of the model's layers.
         baselines: of the pairs, from the first on.
         memory: bytes that the copies of a batch and the activations that are kept may take, as estimated.
-        file: keeps what was measured, and gives what was measured before.
+        file: stores results, and returns those of an earlier run.
         progress: called after every pass.
     """
     results: list[dict[Target, Tensor]] = []
@@ -64,7 +64,7 @@ def sweep(
 
 
 def _run_patched(runs: PatchRuns, number: int, targets: Sequence[Target], kept: Mapping[Site, Kept]) -> Tensor:
-    """(copies, B): the metric of as many copies of a batch as there are targets, one head patched in each."""
+    """(copies, B): the metric of one copy of a batch per target, with one head patched in each."""
     copies = len(targets)
     places: dict[Site, list[tuple[int, int]]] = {}
     for copy, target in enumerate(targets):

@@ -33,7 +33,7 @@ class SweepFile:
     """Values by pair of batches and head, written after every pass.
 
     Raises:
-        CheckpointError: where the file belongs to another sweep, or is none.
+        CheckpointError: if the file belongs to another sweep, or is none.
     """
 
     def __init__(self, path: str | os.PathLike[str], identity: Mapping[str, str], baseline: Sequence[Baseline]) -> None:
@@ -45,7 +45,7 @@ class SweepFile:
             self._values = self._read()
 
     def known(self, number: int, targets: Iterable[Target]) -> dict[Target, Tensor]:
-        """What was measured before."""
+        """The results of earlier runs."""
         values = self._values.get(str(number), {})
         return {
             target: torch.tensor(values[_name(target)], dtype=torch.float64)
@@ -89,7 +89,7 @@ class SweepFile:
 
 
 def sweep_identity(runs: PatchRuns, positions: Any, mean_of: list[Any] | None) -> dict[str, str]:
-    """What a sweep is of, by content; positions and mean_of as the user gave them."""
+    """The identity of a sweep, by content; positions and mean_of as the user passed them."""
     options = [runs.what, runs.direction, runs.by_query_head, positions, mean_of]
     return {
         "model": fingerprint(runs.model),

@@ -24,11 +24,11 @@ Token = int | str
 
 @dataclass(frozen=True)
 class Copying:
-    """How far an OV circuit raises the tokens that it reads: from -1, lowers all, to 1, raises all.
+    """How far an OV circuit raises the tokens that it reads, from -1 (lowers all) to 1 (raises all).
 
-    The mean over random heads is near 0, as a head and its negative are equally likely; how far they scatter depends
-    on the model's embeddings. A score inside of the interval says nothing about the head. One large eigenvalue, of a
-    direction that all tokens share, is enough for a score near 1 or -1; `largest` is its share.
+    The mean over random heads is near 0, because a head and its negative are equally likely; their spread depends on
+    the model's embeddings. A score inside the interval carries no information about the head. One large eigenvalue, of
+    a direction that all tokens share, is enough for a score near 1 or -1; `largest` is its share.
     """
 
     score: float  # NaN for a head that writes nothing
@@ -61,7 +61,7 @@ class TokenEffect:
 
 
 def copying(ov: LowRank, norm: Norm | None, vocabulary: Vocabulary) -> Copying:
-    """The copying score of an OV circuit, beside that of random heads of the same shapes and norms.
+    """The copying score of an OV circuit, with that of random heads of the same shapes and norms as a baseline.
 
     norm: the one before the layer, which is in `ov` and through which random heads read the stream too.
     """

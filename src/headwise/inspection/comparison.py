@@ -13,13 +13,13 @@ from .result import STATISTICS, Inspection, Link
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
 
-# these grow with the length of the text, so they are compared as shares of equal attention's
+# these grow with the length of the text, so they are compared as shares of uniform attention's
 LENGTH_DEPENDENT = ("entropy", "distance")
 
 
 @dataclass(frozen=True, slots=True)
 class StatisticChange:
-    """A statistic of one head on both texts; entropy and distance as shares of equal attention's."""
+    """A statistic of one head on both texts; entropy and distance as shares of uniform attention's."""
 
     layer: int
     head: int

@@ -19,7 +19,7 @@ EVERY_PATCH = "the mean over all patches"  # the source of models without specia
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ImageInspection(Inspection):
-    """What every head does on one image, as `headwise.inspect(image=...)` gives it. It prints as a page.
+    """What every head does on one image: the result of `headwise.inspect(image=...)`. It prints as a page.
 
     Everything of Inspection, where a word is a special token such as "[CLS]" or a patch "row,column".
 

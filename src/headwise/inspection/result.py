@@ -67,7 +67,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Standout:
-    """A head of a kind on this text: its score, and that of equal attention."""
+    """A head of a kind on this text: its score, and that of uniform attention."""
 
     kind: Kind
     layer: int
@@ -82,7 +82,7 @@ class Standout:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Inspection:
-    """What every head does on one text, as `headwise.inspect` gives it. It prints as a page.
+    """What every head does on one text: the result of `headwise.inspect`. It prints as a page.
 
     Layers and heads count from 0 and are written layer.head. L layers, H heads, W words.
 
@@ -92,10 +92,10 @@ class Inspection:
         layers: the model's own layer numbers.
         weights: per layer, (H, W, W) between words.
         stats: name -> (L, H), over the model's tokens; NaN where a layer has fewer heads.
-        equal: name -> (L,), the statistics of equal attention to all visible tokens.
+        equal: name -> (L,), the statistics of uniform attention to all visible tokens.
         causal: whether no token attends to a later one.
         tokens: their number.
-        notes: what there is to know about the text or the model.
+        notes: remarks about the text or the model.
         follow: the words to follow, as requested.
 
     Example:
@@ -132,7 +132,7 @@ class Inspection:
         return weights
 
     def head_key(self, head: str | tuple[int, int]) -> tuple[int, int]:
-        """(layer, head) of a head in either spelling; an error where there is none."""
+        """(layer, head) of a head in either spelling; an error if there is none."""
         if isinstance(head, str):
             parts = re.fullmatch(r"\s*(\d{1,6})\.(\d{1,6})\s*", head)
             if not parts:
@@ -246,7 +246,7 @@ class Inspection:
         return [kind for kind in KINDS if kind.is_possible(self.causal)]
 
     def can_tell(self, kind: Kind) -> bool:
-        """Whether the text is long enough to tell heads of a kind from equal attention."""
+        """Whether the text is long enough to tell heads of a kind from uniform attention."""
         if self.tokens < MIN_TOKENS:
             return False
         return kind.role.relative or self._level(kind) <= MAX_LEVEL

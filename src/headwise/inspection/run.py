@@ -41,26 +41,26 @@ def inspect(
     pieces: bool = False,
     truncate: bool = False,
 ) -> Inspection | Comparison:
-    """What every head of a model does on a text, or on an image.
+    """Inspect what every head of a model does on a text or an image.
 
     Args:
         text: a sentence or more.
-        model: a name as `headwise.load` takes it, or a model with its tokenizer; by default a small bundled model.
-        image: a file, or an image of Pillow, in place of the text; the model is then a vision model.
-        tokenizer: of a model that is given as an object.
-        processor: transformers' image processor of a vision model that is given as an object.
+        model: a name as in `headwise.load`, or a model with its tokenizer; by default a small bundled model.
+        image: a file or a Pillow image, instead of a text; the model must then be a vision model.
+        tokenizer: the tokenizer of a model that is passed as an object.
+        processor: the transformers image processor of a vision model that is passed as an object.
         against: a second text to compare with.
         token: the word or words to follow, such as "it", or "bank:2" for the second "bank"; of an image
             "[CLS]", or "3,4" for the patch in row 3, column 4.
         pieces: keep the tokenizer's pieces instead of joining them to words.
-        truncate: cut a text that is too long for the model; otherwise it is an error.
+        truncate: truncate a text that is too long for the model; otherwise this is an error.
 
     Returns:
         an Inspection; with `against`, a Comparison of two; with `image`, an ImageInspection.
 
     Raises:
         HeadwiseError: for a text that is empty or too long, or a word that is not in it.
-        UnsupportedError: for a model whose attention was not seen.
+        UnsupportedError: for a model whose attention could not be observed.
 
     Example:
         >>> headwise.inspect("The cat sat on the mat because it was soft.", token="it")
@@ -93,7 +93,7 @@ def inspect(
 
 
 def check_image_alone(text: Any, against: str | None = None) -> None:
-    """Refuse a text beside an image."""
+    """Refuse a text together with an image."""
     if not (isinstance(text, str) and text == SENTENCE) or against is not None:
         raise HeadwiseError("give a text or an image, not both; a vision model reads the image alone")
 

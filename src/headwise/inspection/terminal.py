@@ -127,7 +127,7 @@ def _sink_note(result: Inspection) -> str:
 
 
 def _equal_weight(result: Inspection, place: int) -> float:
-    """The weight per token of equal attention from a word to all visible tokens."""
+    """The weight per token of uniform attention from a word to all visible tokens."""
     return 1 / (result.words.pieces[place][-1] + 1 if result.causal else result.tokens)
 
 
@@ -233,7 +233,7 @@ def _excluded_words(result: Inspection) -> str:
 
 
 def draw_statistic_table(result: Inspection, statistic: str, width: int, colour: bool) -> Text:
-    """One statistic of every head, with its meaning and that of equal attention."""
+    """One statistic of every head, with its meaning and that of uniform attention."""
     table = result.table(statistic)
     equal = result.equal[statistic]
     text = Text.assemble((f"{statistic}", "bold"), f": {STATISTICS[statistic]} ({_equal_note(float(equal.mean()))})\n")

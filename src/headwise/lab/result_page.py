@@ -12,23 +12,25 @@ from .terminal import MARKS, read_verdicts
 INTRO = """\
 # The lab: what everyone says about multi-head attention, measured
 
-Each sentence below is repeated in tutorials. For each there is an experiment with a verdict: **holds**, **holds only
-if**, **does not hold**, or **cannot tell at this scale**. The thresholds are constants in the claim's file and were
-fixed before the run. `headwise lab 3` runs one claim on your machine, `headwise lab --all --full` runs all of them.
+Each sentence below is repeated in tutorials. For each sentence there is an experiment with a verdict: **holds**,
+**holds only if**, **does not hold**, or **cannot tell at this scale**. The thresholds are constants in the claim's
+file and were fixed before the run. `headwise lab 3` runs one claim on your machine; `headwise lab --all --full` runs
+all of them.
 
-What was known beforehand: steps, learning rates and batch sizes were tuned on seed 100, which no verdict uses. In that
-tuning one head did better on the task of claim 3 than expected; its sentences and one threshold (0.75, now 0.90) were
-then rewritten, before any of the runs that count. One more rule of claim 3 was added late, as its page says. The text
-models are small and train for 4,000 steps with `--full`, and for 1,000 without it, where they are far from converged.
-Claims 4 and 6 to 10 were first measured with 1,000 steps throughout; the longer runs, with the same thresholds, changed
-four verdicts: W_O and a collapsed head (7), training without the division by √d_k, saturation after training (9), and
-the cost of a single key/value head (10).
+What was known before the runs: steps, learning rates and batch sizes were tuned on seed 100, which no verdict uses.
+In this tuning, a single head did better on the task of claim 3 than expected. The sentences of claim 3 and one
+threshold (0.75, now 0.90) were then rewritten, before any of the runs that count. One more rule of claim 3 was added
+late, as its page explains. The text models are small. They train for 4,000 steps with `--full`, and for 1,000 steps
+without it, where they are far from converged. Claims 4 and 6 to 10 were first measured with 1,000 steps only. The
+longer runs, with the same thresholds, changed four verdicts: W_O and a collapsed head (7), training without the
+division by √d_k, saturation after training (9), and the cost of a single key/value head (10).
 
-At first a sentence was open as soon as one start disagreed with the others. After five starts, which count
-among those judged, and before any further one was looked at, the rule became: what all starts agree on is so, and where
-they disagree the 95 % interval of their mean decides; the thresholds stayed. `--full` now takes 20 starts (hours;
-finished pieces are reused); each page says how many it has. The number of starts of a page was fixed before they were
-looked at. What cannot be told says what it would take, computed from the spread measured so far.
+At first, a sentence counted as undecided as soon as one random start disagreed with the others. This rule was changed
+after five starts, which are among those judged, and before any further start was looked at: if all starts agree,
+their result is the verdict; if they disagree, the 95 % interval of their mean decides. The thresholds did not change.
+`--full` now uses 20 starts (this takes hours; finished pieces are reused), and each page states its number of starts,
+which was fixed before they were looked at. A verdict of "cannot tell" states how many starts or what change would be
+needed, computed from the spread measured so far.
 """
 
 

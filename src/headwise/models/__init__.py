@@ -1,8 +1,9 @@
 """Other people's models: where their heads are, how they are loaded, watched, masked, pruned and saved.
 
-Users call it by names of the root, such as `headwise.watch`. Each sub-package lists its names for other packages; a
-function with the name of its module, such as `fingerprint.fingerprint`, is imported from there. `hooks` and `passes`
-are shared by watching and intervening, and private; `multihead` runs nn.MultiheadAttention step by step for them.
+Users call these functions from the root package, such as `headwise.watch`. Each sub-package lists its names for other
+packages; a function with the name of its module, such as `fingerprint.fingerprint`, is imported from there. `hooks` and
+`passes` are shared by watching and intervening, and private; `multihead` runs nn.MultiheadAttention step by step for
+them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A model in eval mode, its parameters without gradients, for as long as a `with` lasts."""
+"""A context in which a model is in eval mode and its parameters need no gradients."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """In eval mode and without gradients of the parameters; both are put back."""
+    """Set eval mode and disable gradients of the parameters; both are restored."""
     training = {module: module.training for module in model.modules()}
     requires_grad = {parameter: parameter.requires_grad for parameter in model.parameters()}
     model.eval()

@@ -1,8 +1,7 @@
-"""Hooks on a model for as long as a `with` lasts, set and removed as a whole, also after an exception.
+"""Hooks on a model inside a `with` block, set and removed together, also after an exception.
 
-Compiled code does not call hooks that were set after it was compiled, so inside the `with` everything that
-torch.compile made runs uncompiled. Hooks belong to a model and not to a thread, so two threads may not have hooks on
-one model at the same time.
+Compiled code does not call hooks that were set after it was compiled, so compiled models run uncompiled inside the
+block. Hooks belong to a model and not to a thread, so two threads may not have hooks on one model at the same time.
 """
 
 from __future__ import annotations

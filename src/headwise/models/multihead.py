@@ -1,10 +1,10 @@
-"""nn.MultiheadAttention, step by step: the same operations as PyTorch's, with places to look into.
+"""nn.MultiheadAttention, step by step: the same operations as PyTorch's, with hooks in between.
 
 PyTorch gives all weights of nn.MultiheadAttention to one function, and in inference nn.TransformerEncoderLayer gives
 them to one operator without calling the module at all. While hooks are set on such modules, they run the code here
-instead, which gives the same output to the bit, calls an observer with the queries, keys and values of every head, and
-calls the hooks before W_O; and PyTorch's fast path is off. nn.TransformerEncoder then takes padded tensors where it
-would make nested ones, and still gives zeros for padding.
+instead. It computes a bit-identical output, calls an observer with the queries, keys and values of every head, and
+calls the hooks before W_O; PyTorch's fast path is disabled. nn.TransformerEncoder then uses padded tensors instead of
+nested ones, and still returns zeros for padding.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class MultiheadCall(NamedTuple):
 
 
 class Attended(NamedTuple):
-    """What attention gives."""
+    """The result of attention."""
 
     output: Tensor  # (B, H, Tq, D)
     weights: Tensor | None  # (B, H, Tq, Tk) after dropout, where they are needed
@@ -102,7 +102,7 @@ class PrunedMultiheadAttention(nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """As nn.MultiheadAttention.forward."""
+        """Like nn.MultiheadAttention.forward."""
         return run(self, query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)
 
 
@@ -199,7 +199,7 @@ def _append_keys(module: nn.MultiheadAttention, q: Tensor, k: Tensor, v: Tensor)
 
 
 def _attend(call: MultiheadCall) -> Attended:
-    """What F.multi_head_attention_forward computes."""
+    """The computation of F.multi_head_attention_forward."""
     q, k, v = (_side_by_side(x) for x in (call.q, call.k, call.v))
     mask = _added_mask(call)  # (1 or B * H, 1 or Tq, Tk)
     shape = call.q.shape[:2]

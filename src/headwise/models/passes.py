@@ -1,8 +1,8 @@
 """One pass of a model at a time: which layer each attention call belongs to, and which of its tokens are real.
 
 `watch`, `mask_heads` and `head_outputs` all follow a model with a `PassTracker`. It counts the calls of attention
-modules that serve several layers, keeps the padding that each whole model was given, puts functions before W_O, and
-notices modules that were called but never reached the place where their heads can be seen.
+modules that serve several layers, keeps the padding mask that was passed to each whole model, inserts functions before
+W_O, and detects modules that were called but never reached the point where their heads can be observed.
 """
 
 from __future__ import annotations
@@ -85,7 +85,8 @@ class PassTracker:
     def before_w_o(self, site: Site, change: ChangeInput) -> None:
         """Set a function before the W_O of a site's module, for all layers that the module serves.
 
-        Where processes split the heads, the function gets those of all of them, and each goes on with its own.
+        If processes split the heads, the function gets the heads of all of them, and each process continues with its
+        own.
         """
         module, linear = site.module, w_o(self.model, site)[1]
         # of a module whose tokens are split too, statistics are of all heads, and its W_O has some of them
@@ -130,7 +131,7 @@ class PassTracker:
         return next((site for site in sites if site.turn == turn), None)
 
     def real_tokens(self, module: nn.Module, batch: int, queries: int, keys: int | None = None) -> Tensor | None:
-        """(B, Tq) bool: which queries of a call are tokens and not padding; None where that is not known.
+        """(B, Tq) bool: which queries of a call are tokens and not padding; None if it is not known.
 
         A mask may be longer than the queries, which are then its last positions; keys: the only other length it may
         have. Where the innermost model was given no mask, that of the outermost serves if it has the queries' shape.
@@ -199,7 +200,7 @@ class PassTracker:
 
     def _count_call(self, module: nn.Module, args: Any) -> None:
         if not in_backward():
-            # outside of a pass, as where another method than forward runs a stack, each call begins one of its own
+            # outside a pass, as where another method than forward runs a stack, each call begins one of its own
             in_pass = self._state.running or len(self._sites_of[module]) > 1
             self._state.turns[module] = self._state.turns.get(module, -1) + 1 if in_pass else 0
             self._state.awaited[module] = None

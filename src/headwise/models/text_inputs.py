@@ -22,7 +22,7 @@ def run_on_tokens(model: nn.Module, inputs: Mapping[str, Any]) -> Any:
             decoder_attention_mask; a transformers model is given all that there is, and so is one that reads images.
 
     Raises:
-        UnsupportedError: where a model takes no attention_mask and the tokens are padded.
+        UnsupportedError: if a model takes no attention_mask and the tokens are padded.
     """
     mask = inputs.get("attention_mask")
     if isinstance(model, Encoder | Decoder):
@@ -69,7 +69,7 @@ def device_of(model: nn.Module) -> torch.device:
 
 
 def vocabulary_size(model: Any) -> int | None:
-    """The number of tokens that a model has embeddings of; None where that is not known."""
+    """The number of tokens that a model has embeddings of; None if it is not known."""
     if hasattr(model, "get_input_embeddings"):
         return int(model.get_input_embeddings().weight.shape[0])
     tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]

@@ -76,15 +76,16 @@ def make_batches(
     batch: int = 16,
     length: int = 128,
 ) -> TextBatches:
-    """Every other text is for scoring, the rest for measuring: no head is judged on the texts it was chosen by.
+    """Alternate texts between scoring and measuring, so that no head is evaluated on the texts it was chosen by.
 
     Args:
         texts: at least 4.
-        tokenizer: of transformers; one without a padding token gets one.
+        tokenizer: a transformers tokenizer; a padding token is added if it has none.
         labels: one per text; for an encoder-decoder the target texts.
-        config: the model's. The decoder of an encoder-decoder reads the labels, or the texts where there are none.
+        config: the config of the model. The decoder of an encoder-decoder reads the labels, or the texts if there are
+            none.
         batch: texts per batch.
-        length: the most tokens of a text.
+        length: the maximum number of tokens per text.
     """
     if len(texts) < 4:
         raise HeadwiseError(

@@ -29,7 +29,7 @@ from .sequence_losses import check_loss_heads, leave_out, loss_changes, loss_hea
 from .stream_corpus import LENGTH, stream_texts
 from .window_measurement import WindowMeasurement
 
-Progress = Callable[[int, int | None], None]  # batches done, batches in all where that is known
+Progress = Callable[[int, int | None], None]  # finished batches, and their total number if it is known
 UNUSED_OUTPUTS = {"logits_to_keep": 1, "use_cache": False}  # the largest tensors of a long text
 
 
@@ -45,10 +45,10 @@ def context_need(
     resume: str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
 ) -> ContextNeed:
-    """For every KV head and window, what is lost when its queries see only the first and the most recent keys.
+    """Measure, per KV head and window, what is lost if its queries see only the first and the most recent keys.
 
-    Lost weight and change are taken in the model's own pass, one per batch for all windows; what a head is given is
-    that of the model with full attention.
+    Lost weight and change are measured in one pass of the model per batch, for all windows together; the inputs of
+    every head are those of the model with full attention.
 
     - lost weight: the share of a query's attention weight on the keys that the window hides, from two log-sum-exps,
       1 - exp(lse_window - lse_full); the mean over all tokens and the query heads of the KV head.
@@ -56,37 +56,40 @@ def context_need(
       W_O that read head h. The change is the norm of the sum over the KV head's query heads of W_O^h (z_full -
       z_window), divided by the norm of the sum over all heads of W_O^h z_full (the layer's attention output without
       W_O's bias): a ratio of means over tokens.
-    - change of the loss, with `loss`: the model runs once more for each window and KV head, which alone streams; or, by
-      gradient, all of them to first order from one backward pass, dL/dz . (z_window - z_full) over all tokens.
+    - change of the loss, with `loss`: the model runs once more per window and KV head, with only this head streaming;
+      or, with "gradient", a first-order estimate for all heads from one backward pass, dL/dz . (z_window - z_full) over
+      all tokens.
 
-    Every sequence counts the same, however long it is. In a batch with labels for every token, only the queries that
-    predict a label count: those that give a needle's answer, and not the thousands before them.
+    Every sequence counts the same, however long it is. In a batch with labels per token, only the queries that predict
+    a label count: those that produce a needle's answer, and not the thousands before them.
 
-    A layer with a sliding window of its own is measured within it. Inside `headwise.streaming`, heads that stream
-    already lose nothing more, and the others get what they give. Numbers of 16 bits are measured in float32.
+    A layer with its own sliding window is measured within that window. Inside `headwise.streaming`, heads that already
+    stream lose nothing more, and the other heads are measured on the outputs of the streaming model. 16-bit values are
+    measured in float32.
 
     Args:
-        model: a decoder; it is left as it was.
-        batches: dicts of model inputs, a tensor or a tuple each; or texts, which are run one by one; an iterator is
-            read one by one. Texts should be longer than the windows: a sequence of at most keep_first + window tokens
-            loses nothing. By default long pieces of the bundled novel and needle prompts, the part of
-            `headwise.prune.stream_texts` to choose heads on, together; its example measures them one after the other,
-            so that the few heads that retrieve are not lost in the mean.
-        windows: numbers of most recent keys that stay visible, the query's own among them.
-        keep_first: the first keys of each sequence that stay visible; with left padding its first real ones.
+        model: a decoder; it is not changed.
+        batches: each a dict of model inputs, a tensor or a tuple; or texts, which are run one by one. An iterator is
+            consumed lazily. Texts should be longer than the windows: a sequence of at most keep_first + window tokens
+            loses nothing. By default long pieces of the bundled novel together with needle prompts: the part "choose"
+            of `headwise.prune.stream_texts`. The example there measures the two separately, so that the few retrieval
+            heads are not lost in the mean.
+        windows: numbers of most recent keys that stay visible, the query's own included.
+        keep_first: the number of first keys of each sequence that stay visible; with left padding, of its first real
+            keys.
         tokenizer: needed for texts and for the default.
-        length: tokens of a piece in the default; 4,096, or as many as the model has positions for.
+        length: tokens per piece of the default texts; 4,096, or as many as the model has positions for.
         loss: True measures the change of the loss for every KV head, and {layer: [KV heads]} for some; "gradient"
             estimates it for all. It is the loss of a batch's labels, or else of its next tokens.
-        resume: a folder in which every measured batch is saved; a run that was killed goes on from there, and so does
-            one with further batches. What another model, other windows or other texts gave is not read.
-        progress: called with the batches done and the batches in all, None where that is not known.
+        resume: a folder in which every measured batch is saved. A run that was killed resumes from it, and so does a
+            run with additional batches. Results of another model, other windows or other texts are ignored.
+        progress: called with the number of finished batches and their total number, None if it is not known.
 
     Returns:
-        A `ContextNeed`, with 95 % bootstrap intervals over the sequences; those of two corpora add up.
+        A `ContextNeed`, with 95 % bootstrap intervals over the sequences; results of two corpora can be added.
 
     Raises:
-        UnsupportedError: for a model without causal attention, and for attention that is not seen exactly.
+        UnsupportedError: for a model without causal attention, and for attention that cannot be observed exactly.
 
     Example:
         >>> need = headwise.context_need(model, windows=(64, 256), tokenizer=tokenizer)
@@ -99,7 +102,7 @@ def context_need(
 
 
 class NeedSettings:
-    """What is measured of every batch, checked."""
+    """The validated settings of the measurement of every batch."""
 
     def __init__(self, windows: Any, keep_first: Any, loss: Any = False) -> None:
         self.windows = _check_windows(windows)

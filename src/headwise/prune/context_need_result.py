@@ -18,7 +18,7 @@ from ..plans import StreamLayer, read_stream_layer
 from ..resampling import bootstrap_counts, interval
 
 FORMAT = 1  # of the saved file
-WITH_LOSSES = 2  # has changes of the loss, which versions that know format 1 alone would drop without a word
+WITH_LOSSES = 2  # has changes of the loss, which versions that read only format 1 would drop silently
 WITH_ESTIMATES = 3  # has changes of the loss by gradient, which older versions would take for measured ones
 EXACT, GRADIENT = "exact", "gradient"  # how changes of the loss were found
 RESAMPLES = 1000
@@ -72,17 +72,17 @@ class LayerSums:
 class ContextNeed:
     """What every KV head loses in every window, measured by `headwise.context_need`.
 
-    Two of them for the same model, windows and first keys add up: `need + other` is that of both corpora.
+    Results for the same model, windows and first keys can be added: `need + other` is the need over both corpora.
 
     Attributes:
         layers: the attention layers with a cache, in the model's order.
         windows: the windows that were measured.
         keep_first: the first keys of a sequence that stay visible.
-        tokens: (N,), the tokens of each sequence that count.
+        tokens: (N,), the number of counted tokens per sequence.
         sums: for each layer the sums over the tokens of each sequence.
-        losses: (N,), the loss of each sequence with full attention; None where no change of it was measured.
-        loss_method: "exact" where the model ran with each KV head streaming, "gradient" where the change of the loss is
-            an estimate of first order.
+        losses: (N,), the loss of each sequence with full attention; None if no change of the loss was measured.
+        loss_method: "exact" if the model ran with each KV head streaming, "gradient" if the change of the loss is a
+            first-order estimate.
 
     Example:
         >>> need = headwise.context_need(model, batches)
@@ -114,7 +114,7 @@ class ContextNeed:
     def loss_change(self) -> dict[int, NeedTable]:
         """{window: table}: by how much the loss grows where one KV head streams, the mean over the sequences.
 
-        NaN for KV heads that were not measured; {} where none was.
+        NaN for KV heads that were not measured; {} if none was.
         """
         if self.losses is None:
             return {}
@@ -177,13 +177,13 @@ class ContextNeed:
                     yield KVHeadNeed(kind, index, head, window, *numbers)
 
     def __add__(self, other: ContextNeed) -> ContextNeed:
-        """What both corpora give together."""
+        """The need over both corpora."""
         if not isinstance(other, ContextNeed):
             return NotImplemented
         return join_needs([self, other])
 
     def to_json(self) -> dict[str, Any]:
-        """The need as plain JSON values; without changes of the loss in the format of versions that know none."""
+        """The need as plain JSON values; without changes of the loss, in the older format that has none."""
         document = {
             "headwise": "context need",
             "format": self._format,
@@ -220,7 +220,7 @@ class ContextNeed:
 
     @classmethod
     def from_json(cls, document: Any) -> ContextNeed:
-        """What `to_json` gave; a CheckpointError of one line where something in it is not as it should be."""
+        """Restore the result of `to_json`; raises a one-line CheckpointError if the document is not valid."""
         try:
             return cls._read(document)
         except (ValueError, KeyError) as error:

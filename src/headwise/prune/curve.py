@@ -61,7 +61,7 @@ def curve(
         shares: the shares of heads to keep.
         seeds: a seed resamples the texts to score with, and is that of the score itself.
         unit, per: as in `plan`.
-        progress: called with the steps done and the steps in all.
+        progress: called with the number of finished steps and their total number.
     """
     if seeds < 1:
         raise HeadwiseError(f"seeds must be at least 1, got {seeds}")

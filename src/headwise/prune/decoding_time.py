@@ -1,6 +1,6 @@
 """Seconds per decoded token with a cache that is filled with random keys, and per prefill, side by side.
 
-The processor time of one thread counts on the CPU: other work on the machine changes it little.
+On the CPU, the processor time of one thread is measured, because other work on the machine affects it little.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def memory_problem(plans: Plans, context: int) -> str | None:
 
 
 def decoding_times(model: Any, plans: Plans, context: int) -> dict[str, float]:
-    """Seconds per decoded token after so many tokens, by the name of the plan.
+    """Seconds per decoded token after this many tokens, by the name of the plan.
 
     Keys and values are random, since only their number matters here.
     """

@@ -45,7 +45,7 @@ def check_kv_heads(model: Any, kv_heads: int) -> None:
 
 
 class _Run:
-    """What all points of one run are measured with."""
+    """The shared inputs and settings of all points of one run."""
 
     def __init__(self, model: Any, texts: TextBatches, options: GroupOptions, out: Path, progress: Progress) -> None:
         self.model, self.texts, self.options, self.out, self.progress = model, texts, options, out, progress
@@ -112,7 +112,7 @@ def group_and_measure(
         texts: batches for similarity and recovery, and others to measure on.
         options: the user's choices.
         out: the directory that the model will be saved to.
-        progress: called with the kind of work, the steps done and the steps in all.
+        progress: called with the kind of work, the number of finished steps and their total number.
     """
     check_kv_heads(model, options.kv_heads)
     if options.grouping not in GROUPINGS:

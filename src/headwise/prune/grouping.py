@@ -33,7 +33,7 @@ CONFIG_COUNT = "num_key_value_heads"  # in the configs of transformers' models
 
 @dataclass(frozen=True)
 class GroupedHeads:
-    """What the heads of one layer of a grouped model were before."""
+    """The old heads that the heads of one layer of a grouped model come from."""
 
     query: tuple[int, ...]  # for each query head its old number
     kv: tuple[tuple[int, ...], ...]  # for each KV head the old KV heads whose mean it is
@@ -42,28 +42,28 @@ class GroupedHeads:
 def group_kv_heads(
     model: Model, kv_heads: int, *, grouping: Grouping = "contiguous", batches: Iterable[Any] | None = None
 ) -> tuple[Model, dict[LayerKey, GroupedHeads]]:
-    """A copy of a model with fewer KV heads: each is the mean of a group of the old ones (Ainslie et al. 2023).
+    """A copy of a model with fewer KV heads: each is the mean of a group of the old KV heads (Ainslie et al. 2023).
 
-    The rows of W_K and W_V and their biases are averaged. Query heads, with the columns of W_O, move so that query head
-    i reads KV head i // (query heads / kv_heads). Where the heads of a group are equal, the outputs are the model's;
-    elsewhere quality falls, and training brings some of it back (`headwise.prune.recover`).
+    The rows of W_K and W_V and their biases are averaged. Query heads and their columns of W_O are reordered so that
+    query head i reads KV head i // (query heads / kv_heads). If the heads of each group are equal, the outputs do not
+    change; otherwise quality falls, and training recovers part of it (`headwise.prune.recover`).
 
     Args:
         model: a transformers model whose config has num_key_value_heads, or a model of headwise.MultiHeadAttention,
             such as headwise.Decoder; it is not changed.
-        kv_heads: KV heads per layer; it divides those that each layer has now. 1 is multi-query attention.
+        kv_heads: KV heads per layer; must divide the number that each layer has now. 1 is multi-query attention.
         grouping: "contiguous" merges neighbours; "similar" merges heads whose W_K and W_V are close, in groups of equal
             size that are chosen greedily.
-        batches: model inputs, for "similar": heads are compared by the keys and values that they make of these instead
-            of by their weights.
+        batches: model inputs, for "similar": heads are compared by the keys and values that they compute on these
+            inputs instead of by their weights.
 
     Returns:
-        The grouped copy, and for each layer which old heads its heads are: {layer: GroupedHeads}, where a layer is its
-        number, or (kind, number) in models with several kinds of attention.
+        The grouped copy, and a mapping from the new heads of each layer to the old ones: {layer: GroupedHeads}, where a
+        layer is its number, or (kind, number) in models with several kinds of attention.
 
     Raises:
-        ShapeError: where kv_heads is no divisor of a layer's number of KV heads.
-        HeadwiseError: for another grouping, or batches that are not used.
+        ShapeError: if kv_heads does not divide a layer's number of KV heads.
+        HeadwiseError: for an unknown grouping, or batches that would not be used.
         UnsupportedError: for classes whose code cannot have fewer KV heads than query heads, heads that were pruned,
             quantized weights, and parameters of a layer that are not known to belong to single heads.
 
@@ -200,7 +200,7 @@ def _merge_blocks(module: nn.Module, name: str, dim: int, sources: list[list[int
 
 
 def _mean(x: Tensor) -> Tensor:
-    """The mean over the first dimension; of equal numbers, that number to the bit."""
+    """The mean over the first dimension; of equal numbers, that number bit for bit."""
     return x[0] + (x - x[0]).mean(0)
 
 

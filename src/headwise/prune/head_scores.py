@@ -1,4 +1,4 @@
-"""HeadScores: how much each head matters, with intervals, rank correlation and what the numbers are measured by."""
+"""HeadScores: how much each head matters, with intervals, rank correlation and a description of the objective."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Row = tuple[str, int, int, float, float, float]  # kind, layer, head, score, low
 
 
 class HeadScores(dict[str, np.ndarray]):
-    """{kind: (layers, heads)}, high for heads that matter; NaN where a layer has fewer heads.
+    """{kind: (layers, heads)}, high for important heads; NaN where a layer has fewer heads.
 
     Attributes:
         low, high: the same tables for the ends of a 95 % bootstrap interval over the examples; equal to the scores
@@ -24,8 +24,8 @@ class HeadScores(dict[str, np.ndarray]):
         layers: the attention layers that the rows stand for, in the model's order.
         name: of the score.
         unit: what the columns stand for: "head", "kv" (KV groups) or "layer" (one column).
-        objective: what the score measures, in words.
-        relative: the objective is a distance to the full model, which is never below 0.
+        objective: a description of what the score measures.
+        relative: whether the objective is a distance to the full model, which is never below 0.
         examples: per layer (examples, units), before the mean; one row where a score has no examples.
         count: the number of examples.
 

@@ -41,23 +41,24 @@ def importance(
     """{kind: (layers, heads)}: how much each head matters, with bootstrap intervals over the examples.
 
     Args:
-        model: it is left as it was, its mode and the `requires_grad` of its parameters included.
-        batches: dicts of model inputs, with "labels" or without; a tensor is the model's only argument, and a tuple
-            has them in order.
+        model: the model; it is restored afterwards, including its mode and the `requires_grad` of its parameters.
+        batches: dicts of model inputs, with or without "labels"; a tensor is passed as the only argument, a tuple as
+            positional arguments.
         score: michel, michel-token, ablation, output, variance, confidence, sink, magnitude, random, l0, or the name
             of a score that was registered by `headwise.prune.score`.
-        loss: a function of (model's output, batch) that gives one loss per example (B,), or their mean. By default
-            the labels serve, else a causal model's own text, else the model's own softmax or embedding.
+        loss: a function of (model's output, batch) that gives one loss per example (B,), or their mean. By default the
+            loss uses the labels; without labels, a causal model's own text; otherwise the model's own softmax or
+            embedding.
         unit: "head", "kv" (all query heads of a KV head) or "layer"; the columns of the result.
         masked: heads to mask while scoring, as `mask_heads` takes them.
-        seed: of the scores and losses that draw random numbers.
-        progress: called with the steps done and the steps in all.
-        batch_numbers: the numbers of these batches in a larger whole, where other processes score the rest of it;
-            0, 1, ... by default. They decide which random numbers a batch gets.
-        options: numbers that the score reads; of the bundled scores only l0 has any (steps, strength, rate, start).
+        seed: the seed for scores and losses that draw random numbers.
+        progress: called with the number of finished steps and their total number.
+        batch_numbers: the global numbers of these batches, if other processes score the rest; 0, 1, ... by default.
+            They determine the random numbers of each batch.
+        options: numeric options of the score; of the bundled scores only l0 has options (steps, strength, rate, start).
 
     Returns:
-        A dict of arrays, high for heads that matter, with `.low` and `.high` of the same shape. `plan` takes it.
+        A dict of arrays, high for important heads, with `.low` and `.high` of the same shape. Pass it to `plan`.
 
     Raises:
         HeadwiseError: for an unknown score, unit or option, missing batches, or scores that are not finite.

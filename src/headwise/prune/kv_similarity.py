@@ -61,7 +61,7 @@ def weight_distances(layers: Sequence[Projections]) -> list[Tensor]:
 
 
 def activation_distances(model: nn.Module, layers: Sequence[Projections], batches: Iterable[Any]) -> list[Tensor]:
-    """As weight_distances, between the keys and values that the heads make of the real tokens of some batches.
+    """Like weight_distances, but between the keys and values of the heads on the real tokens of some batches.
 
     Keys are taken before their rotation, which is the same for all heads and changes no distance.
     """

@@ -76,7 +76,7 @@ def attention_time(model: Any, batch: Any, rounds: int = 7) -> float:
 
 
 def _attention_modules(model: nn.Module) -> Iterator[nn.Module]:
-    """Every attention module, and W_O where it lies outside of it, as in BERT."""
+    """Every attention module, and W_O where it lies outside it, as in BERT."""
     for site in attention_sites(model):
         yield site.module
         _, out = w_o(model, site)

@@ -26,7 +26,7 @@ class NeedFiles:
     """One file per measured batch.
 
     Args:
-        folder: it is made where there is none.
+        folder: it is made if there is none.
         model: its weights are a part of every file's name.
         settings: all that decides what is measured of a batch, as JSON.
     """

@@ -1,4 +1,4 @@
-"""What a model is scored by: a loss whose gradient is informative, and the damage that a change does.
+"""The objectives of scoring: a loss whose gradient is informative, and the damage that a change causes.
 
 The distance to the full model measures damage, but its gradient is zero at the full model: gradient scores without
 labels use labels drawn from the model's own softmax, the text itself, or a random direction of the embedding.

@@ -44,10 +44,11 @@ def plan(
     """The heads to remove so that a share of the budget is kept, the least important first.
 
     Args:
-        scores: {kind: (layers, heads)}, high for heads that matter: what `importance` gives, or plain arrays.
+        scores: {kind: (layers, heads)}, high for important heads: the result of `importance`, or plain arrays.
         keep: the share of the budget to keep, from 0 to 1; {kind: share} for one share per kind of attention.
-        budget: what is counted: "heads"; "parameters", those that belong to heads; "cache", the bytes of the KV
-            cache, which only whole groups shrink; "latency", the time of a pass, measured with model and inputs.
+        budget: what is counted: "heads"; "parameters", those that belong to heads; "cache", the bytes of the KV cache,
+            which shrinks only if whole groups are removed; "latency", the time of a pass, measured with model and
+            inputs.
         per: "model", all heads compete; "layer", the same share of every layer.
         unit: what is removed at once: "head", "kv" (whole groups) or "layer".
         allow_empty: a layer may lose all its heads; else it keeps at least one.
@@ -55,10 +56,10 @@ def plan(
         model, inputs: for budget="latency", the full model and a batch to time it with.
 
     Returns:
-        A Plan, which prints, compares, saves, can be edited by hand, and is what `prune_heads` takes.
+        A Plan, which can be printed, compared, saved, edited, and passed to `prune_heads`.
 
     Raises:
-        HeadwiseError: where an option is unknown, or no plan meets the budget; the message names the nearest share.
+        HeadwiseError: if an option is unknown, or no plan meets the budget; the message names the nearest share.
 
     Example:
         >>> scores = headwise.importance(model, batches)
@@ -151,7 +152,7 @@ def _group_sizes(layer: AttentionLayer, removed: set[int]) -> list[int]:
 
 
 def cost(layer: AttentionLayer, removed: set[int], budget: str) -> float:
-    """What a layer without the removed heads counts in a budget, its groups padded as surgery will pad them."""
+    """The cost of a layer without the removed heads in a budget, with its groups padded as surgery will pad them."""
     sizes = _group_sizes(layer, removed)
     groups = [count for count in sizes if count]
     if budget == "heads":
@@ -244,14 +245,14 @@ def plan_in_steps(
     compute_scores: Callable[..., HeadScores] = importance,
     **options: Unpack[PlanOptions],
 ) -> Plan:
-    """A plan made in several steps: after each, the remaining heads are scored again without the removed ones.
+    """A plan made in several steps: after each step, the remaining heads are scored again without the removed ones.
 
     Args:
         model, batches, score, loss, seed: as in `importance`.
         keep: the share to keep in the end; each step removes an equal part of the rest.
-        steps: their number.
-        progress: called with the steps done and the steps in all.
-        compute_scores: stands in for `importance` where several processes share the work.
+        steps: the number of steps.
+        progress: called with the number of finished steps and their total number.
+        compute_scores: replaces `importance` if several processes share the work.
         options: budget, per, unit and allow_empty, as in `plan`.
     """
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:

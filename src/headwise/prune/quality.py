@@ -1,4 +1,4 @@
-"""What pruning does to a model: quality on texts, and (from the models' layer) its size."""
+"""The effect of pruning on a model: quality on texts, and its size."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class QualityPerText:
 
 @dataclass(frozen=True)
 class LossChange:
-    """A model's mean loss relative to the full model's, less 1, with its 95 % interval over the same texts."""
+    """A model's mean loss relative to the full model's, minus 1, with its 95 % interval over the same texts."""
 
     value: float
     low: float

@@ -15,7 +15,7 @@ MICHEL_2019 = "8 of 96 in the WMT model of Michel, Levy and Neubig (2019)"
 
 @dataclass(frozen=True)
 class RankedScore:
-    """One score beside ablation."""
+    """One score compared with ablation."""
 
     score: str
     correlation: float  # Spearman's, over all heads
@@ -24,7 +24,7 @@ class RankedScore:
 
 @dataclass(frozen=True)
 class ScoreComparison:
-    """All scores beside ablation, the best first."""
+    """All scores compared with ablation, the best first."""
 
     objective: str  # what ablation measures
     rows: list[RankedScore]

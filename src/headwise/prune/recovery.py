@@ -40,20 +40,20 @@ def recover(
     group: TrainingGroup | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[float]:
-    """Train a pruned model, in place, to give the full model's outputs.
+    """Train a pruned model, in place, to reproduce the full model's outputs.
 
     Args:
-        pruned: what `prune_heads` or `group_kv_heads` gave; padded heads stay zero.
+        pruned: the result of `prune_heads` or `group_kv_heads`; padded heads stay zero.
         full: the model it was pruned from; it is not changed.
         batches: model inputs, taken in turn.
         steps: the number of training steps, one batch each.
-        checkpoint: a file that saves the state now and then. Where it exists, the run resumes from it; a checkpoint
+        checkpoint: a file in which the state is saved periodically. If it exists, the run resumes from it; a checkpoint
             of other weights, texts or options is refused. It is removed when the recovery is done.
-        keep: leave the finished checkpoint there, until the caller has saved the model and removes it.
-        note: words of the caller's for the checkpoint; `recovery_checkpoint.read_note` reads them.
+        keep: keep the finished checkpoint until the caller has saved the model and removes it.
+        note: a text to store in the checkpoint; `recovery_checkpoint.read_note` reads it.
         rate: the learning rate of AdamW at the start; it falls linearly to 0.
         group: the processes that share the work, as headwise.scale gives them.
-        progress: called with the steps done and the steps in all.
+        progress: called with the number of finished steps and their total number.
 
     Returns:
         The loss of every step.

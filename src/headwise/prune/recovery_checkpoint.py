@@ -32,7 +32,7 @@ IDENTITY = {
 def run_identity(
     pruned: nn.Module, full: nn.Module, batches: list[Any], steps: int, rate: float, note: str
 ) -> dict[str, str]:
-    """What a run is of, by content, for the header of its checkpoints; a checkpoint of anything else is another run's.
+    """The identity of a run, by content, for the header of its checkpoints; other checkpoints belong to other runs.
 
     note: words of the caller's, which are kept but do not identify the run.
     """
@@ -125,12 +125,12 @@ def run_id(path: Path) -> str | None:
 
 
 def read_note(path: Path) -> str:
-    """The note that the caller of a recovery left in its checkpoint; empty where there is none."""
+    """The note that the caller of a recovery left in its checkpoint; empty if there is none."""
     return (_read_header(path) or {}).get("note", "")
 
 
 def _read_header(path: Path) -> dict[str, str] | None:
-    """The header of a checkpoint of the current format; None where there is none that can be read."""
+    """The header of a checkpoint of the current format; None if there is none that can be read."""
     from safetensors import SafetensorError, safe_open
 
     try:

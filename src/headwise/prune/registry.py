@@ -34,7 +34,7 @@ LossUse = Literal["gradient", "damage", "none"]
 class Score:
     """One importance score: its function, and every fact about its numbers that other code relies on.
 
-    No fact has a default: who writes a score decides each of them, also those that matter to other ranks only.
+    No fact has a default: the author of a score decides each of them, also those that matter only with several ranks.
     """
 
     name: str
@@ -73,13 +73,13 @@ def score(
 
     Args:
         name: what `importance(score=...)` and `headwise prune --score` call it.
-        signed: examples have a sign; the score is the mean of their magnitudes.
-        normalised: the scores of each layer are divided by their Euclidean norm.
-        additive: the row of an example depends on no other batch, so ranks may score the batches separately. Such a
-            score returns one row per example.
-        trained: the score trains parameters of its own; comparisons of all scores leave it out.
-        runs_model: False for a score that reads the weights alone, and can do without batches.
-        loss: "gradient" or "damage", whichever function of `run.objective` it calls, or "none".
+        signed: whether values per example have a sign; the score is the mean of their magnitudes.
+        normalised: whether the scores of each layer are divided by their Euclidean norm.
+        additive: whether the row of an example is independent of other batches, so that ranks may score batches
+            separately. Such a score returns one row per example.
+        trained: whether the score trains its own parameters; comparisons of all scores omit it.
+        runs_model: False for a score that reads only the weights and needs no batches.
+        loss: the function of `run.objective` that the score calls, "gradient" or "damage", or "none".
         options: names of the keyword arguments of `importance` that it reads from `run.options`.
 
     Returns:
@@ -125,7 +125,7 @@ def scores() -> Mapping[str, Score]:
 
 
 def find_score(name: str) -> Score:
-    """The score of that name; a HeadwiseError that lists all names where there is none."""
+    """The score of that name; a HeadwiseError that lists all names if there is none."""
     registered = scores()
     if name not in registered:
         raise HeadwiseError(f"there is no score {str(name)[:60]!r}; there are {', '.join(registered)}")

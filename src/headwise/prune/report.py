@@ -115,7 +115,7 @@ class PruneReport:
 
 
 def savings_limit(report: PruneReport) -> str:
-    """The most that removing heads can save at all, in words."""
+    """A description of the most that removing heads can save."""
     before, latency = report.before, report.latency[0]
     words = (
         f"all heads together are {before.of_heads:,} of {before.parameters:,} parameters "
@@ -158,7 +158,7 @@ def card_quality(report: PruneReport) -> dict[str, tuple[str, str]]:
 
 
 def export_lines(report: PruneReport) -> list[str]:
-    """What became of the further forms, one line for each."""
+    """The result of each further form, one line each."""
     return [f"no model.{name}: {x}" if isinstance(x, str) else str(x) for name, x in report.exports.items()]
 
 

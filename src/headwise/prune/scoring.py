@@ -20,7 +20,7 @@ from ..models.watching.watcher import watch
 from .attention_layers import AttentionLayer
 from .objective import Objective
 
-Progress: TypeAlias = Callable[[int, int], None]  # steps done, steps in all
+Progress: TypeAlias = Callable[[int, int], None]  # finished steps, total number of steps
 SEED_STEP = 1_000_003  # between the seeds of two batches
 
 

@@ -1,4 +1,4 @@
-"""The loss of every sequence, with full attention or where KV heads stream."""
+"""The loss of every sequence, with full attention or with streaming KV heads."""
 
 from __future__ import annotations
 

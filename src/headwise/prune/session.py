@@ -31,7 +31,7 @@ from .recovery import recover
 from .recovery_checkpoint import read_note, run_id
 from .report import Latency, PruneOptions, PruneReport, card_quality, write_report
 
-Progress = Callable[[str, int, int], None]  # the kind of work, steps done, steps in all
+Progress = Callable[[str, int, int], None]  # the kind of work, finished steps, total number of steps
 ATTENTION_ROUNDS = 3  # of timing the attention layers
 
 
@@ -56,9 +56,9 @@ def prune_and_measure(
         options: the user's choices.
         out: the directory that the model will be saved to; the checkpoint of a recovery lies beside it.
         saved_plan: a plan to follow instead of scoring.
-        progress: called with the kind of work, the steps done and the steps in all.
+        progress: called with the kind of work, the number of finished steps and their total number.
         compute_scores, train: stand in for `importance` and `recover` where several processes share the work.
-        first: this process measures quality and time; the reports of the others lack both.
+        first: whether this process measures quality and time; the reports of other processes lack both.
     """
     head_scores = None
     if saved_plan is not None:
@@ -187,7 +187,7 @@ def _recover(
 
 
 def _checkpoint_note(options: PruneOptions, head_plan: Plan) -> str:
-    """What a checkpoint says about its run, beside what identifies it."""
+    """The note of a checkpoint about its run, in addition to its identity."""
     return json.dumps({"asked": asdict(options), "plan": head_plan.to_json()})
 
 

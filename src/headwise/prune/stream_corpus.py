@@ -69,7 +69,7 @@ def stream_texts(
     limit: int | None = None,
     seed: int = 0,
 ) -> StreamTexts:
-    """Long texts and needle prompts to choose KV heads on, or others to report on.
+    """Long texts and needle prompts, one part to choose KV heads on and another to report on.
 
     The text is one stream of paragraphs. Its first half, by tokens, is the part "choose", its second half the part
     "report". Needles hide in passages of their own part, and those of the two parts share no person, thing or place.
@@ -84,14 +84,14 @@ def stream_texts(
         needles: prompts for each of their lengths and depths; 0 for none.
         lengths: tokens of the needle prompts; a quarter, half and all of `length` by default.
         depths: where in the text the needle is, from 0 to 1.
-        limit: tokens of text at most, in whole pieces; all of the part's by default. It does not count needles.
-        seed: of the needles and of the passages around them.
+        limit: the maximum number of text tokens, in whole pieces; the whole part by default. Needles are not counted.
+        seed: the seed of the needles and of the passages around them.
 
     Returns:
         `StreamTexts`: `.batches` are model inputs with labels, `.pieces` and `.needles` what they are made of.
 
     Raises:
-        HeadwiseError: for an unknown part, a length that is none, and texts of less than two pieces.
+        HeadwiseError: for an unknown part, an invalid length, and texts of less than two pieces.
         UnsupportedError: for a tokenizer that does not know the needles' words.
 
     Example:

@@ -33,35 +33,35 @@ def stream_plan(
     model: nn.Module | None = None,
     batches: Any = None,
 ) -> StreamPlan:
-    """The KV heads that stream, those of the smallest change first.
+    """Choose the KV heads that stream, those with the smallest change first.
 
-    It is the change of the loss where `need` has it for every head, else that of the output through W_O. The weight
-    that a head loses is a worse guide: it says nothing of the values that it is lost on. Layers with a sliding window
-    of their own stay as they are.
+    Heads are ranked by the change of the loss if `need` has it for every head, else by the change of the output through
+    W_O. The lost attention weight is a worse criterion, because it ignores the values that the weight is on. Layers
+    with their own sliding window are not changed.
 
     With max_loss the model runs with plans of several sizes, to find the largest whose loss stays within the bound.
-    Heads that stream change what later layers get, so half of what fits is taken, the change of the other heads is
-    measured again while these stream, and the search goes on, three times in all. For 90 KV heads these are about 20
-    passes over the batches. The loss is the mean over the sequences, of labels or of next tokens.
+    Streaming heads change the inputs of later layers. So half of the heads that fit are chosen, the change of the other
+    heads is measured again while these stream, and the search continues, three times in total. For 90 KV heads this
+    takes about 20 passes over the batches. The loss is the mean over the sequences, of labels or of next tokens.
 
     Args:
-        need: what `context_need` measured. Of several, such as that of a text and that of needle prompts, each gives
-            the heads ranks by its own change, and the mean of a head's ranks counts.
+        need: the result of `context_need`. With several results, such as one for texts and one for needle prompts, each
+            ranks the heads by its own change, and the mean of a head's ranks decides.
         window: one of the windows that was measured.
-        share: the share of the KV heads that stream, of layers without a sliding window, from 0 to 1; 0.5 where
-            neither it nor cache_bytes is given. Rounded to the nearest number of heads.
-        cache_bytes: as few KV heads stream as bring the cache of one sequence down to so many bytes.
-        context: the length in tokens at which cache_bytes counts.
-        max_loss: as many KV heads stream as increase the loss by at most this share: 0.01 for +1 %.
-        model, batches: needed for max_loss, which is measured on them; batches as in `context_need`, not those that
-            the plan's quality is reported on.
+        share: the share of the KV heads that stream, in layers without a sliding window, from 0 to 1; 0.5 if neither
+            share nor cache_bytes is given. Rounded to the nearest number of heads.
+        cache_bytes: stream as few KV heads as needed to reduce the cache of one sequence to this many bytes.
+        context: the sequence length in tokens at which cache_bytes applies.
+        max_loss: stream as many KV heads as possible while the loss increases by at most this share: 0.01 for +1 %.
+        model, batches: needed for max_loss, which is measured on them; batches as in `context_need`. Do not use the
+            batches on which you report the plan's quality.
 
     Returns:
-        A `StreamPlan`; it prints, diffs, saves, and can be edited.
+        A `StreamPlan`, which can be printed, compared, saved and edited.
 
     Raises:
-        HeadwiseError: for a window that was not measured, a share or bound that is none, a budget that is out of
-            reach, or a bound on the loss without a model and batches.
+        HeadwiseError: for a window that was not measured, an invalid share or bound, a budget that cannot be reached,
+            or a bound on the loss without a model and batches.
 
     Example:
         >>> plan = headwise.stream_plan(need, window=256, share=0.5)
@@ -115,7 +115,7 @@ def _by_rank(needs: list[ContextNeed], window: int) -> list[KVHead]:
 
 
 def _changes(need: ContextNeed, window: int) -> dict[KVHead, float]:
-    """By KV head that may stream: the change of the loss where it is known of all, else that of the output."""
+    """For each KV head that may stream: the change of the loss if it is known for all heads, else of the output."""
     fixed = {layer[:2] for layer in need.layers if layer.window is not None}
     rows = [row for row in need.rows() if row.window == window and row[:2] not in fixed]
     by_loss = _has_loss_changes(need)

@@ -1,4 +1,4 @@
-"""How well a model does while heads of it stream: the loss of long texts, and whether it answers from a needle."""
+"""The quality of a model while some of its heads stream: the loss on long texts, and answers to needle prompts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .sequence_losses import leave_out, loss_heads, plan_of, sequence_losses
 
 
 def streams(model: Any, plan: StreamPlan | None) -> AbstractContextManager[Any]:
-    """Inside `with`, the heads of a plan stream; with None, none do and the model is as it is."""
+    """Inside `with`, the heads of a plan stream; with None, no head streams and the model is unchanged."""
     return nullcontext() if plan is None else streaming(model, plan)
 
 
@@ -41,7 +41,7 @@ def answers(model: Any, prompt: NeedlePrompt, plan: StreamPlan | None) -> bool:
 
 
 def random_plan(plan: StreamPlan, seed: int, draw: int) -> StreamPlan:
-    """As many KV heads as a plan streams, drawn from those that may."""
+    """A plan of the same number of KV heads, drawn at random from those that may stream."""
     heads = loss_heads(True, plan.layers)
     chosen = np.random.default_rng([seed, draw]).choice(len(heads), plan.streaming, replace=False)
     return plan_of([heads[i] for i in sorted(chosen)], plan.layers, plan.window, plan.keep_first, f"random draw {draw}")

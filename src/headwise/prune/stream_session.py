@@ -63,7 +63,7 @@ def stream_and_measure(
         options: the user's choices.
         out: the directory that the report will be saved to.
         texts: long texts in order; the bundled novel by default.
-        progress: called with the kind of work, the steps done and the steps in all.
+        progress: called with the kind of work, the number of finished steps and their total number.
         command: the command line, for the report.
     """
     if not hasattr(model, "config"):
@@ -129,7 +129,7 @@ def _needle_length(length: int) -> int:
 
 
 class _Run:
-    """What all parts of one run are measured with."""
+    """The shared inputs and settings of all parts of one run."""
 
     def __init__(self, model: Any, options: StreamOptions, out: Path, length: int, progress: Progress) -> None:
         self.model, self.options, self.length, self.progress = model, options, length, progress
@@ -237,7 +237,7 @@ class _Run:
 
 
 def _identity(plan: StreamPlan | None) -> Any:
-    """What of a plan decides what is measured with it."""
+    """The fields of a plan that affect measurements with it."""
     if plan is None:
         return None
     heads = [[str(key), sorted(numbers)] for key, numbers in plan.heads.items()]

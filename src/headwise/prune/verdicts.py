@@ -1,4 +1,4 @@
-"""When a smaller cache is not worth its cost: the rules that the reports apply and state, all in one place."""
+"""The rules by which reports decide that a smaller cache is not worth its cost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the layers of a decoder lose in windows, measured while the model runs one batch."""
+"""What the layers of a decoder lose with limited windows, measured while the model runs one batch."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ DIFFERENT = 0.02  # relative distance of W_O's input from the heads' outputs tha
 
 @dataclass(frozen=True)
 class _Call:
-    """What one attention call of a layer gave."""
+    """The record of one attention call of a layer."""
 
     layer: StreamLayer
     tokens: np.ndarray  # (B,), those whose losses count

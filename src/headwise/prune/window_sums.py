@@ -61,7 +61,7 @@ def _is_per_head(window: Any) -> bool:
 
 
 class CallMeasurement(NamedTuple):
-    """What one attention call gave in windows."""
+    """The results of one attention call in windows."""
 
     tokens: np.ndarray  # (B,), those that count
     sums: LayerSums

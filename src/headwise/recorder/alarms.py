@@ -25,17 +25,18 @@ LISTED = 6  # heads of one kind of alarm in a line of the log
 
 @dataclass(frozen=True)
 class Thresholds:
-    """From where on a head is reported. None switches an alarm off.
+    """Thresholds at which a head is reported. None switches an alarm off.
 
     Args:
-        entropy: nats; a head with less attends to single tokens. Low entropy precedes divergence (Zhai et al. 2023,
-            arXiv 2303.06296). Of the 342 heads of the bundled models one has less: it attends to the first token only.
+        entropy: in nats; a head below it attends to single tokens. Low entropy precedes divergence (Zhai et al. 2023,
+            arXiv 2303.06296). Of the 342 heads of the bundled models one is below the default: it attends to the first
+            token only.
         max_logit: Kimi K2 clips W_Q and W_K of heads above 100 (arXiv 2507.20534); runs with logits above 10^4 diverged
             (Wortsman et al. 2023, arXiv 2309.14322).
-        sink: share of the weight on the first token, or on a learned sink, from which on a head does nothing else
-            (Xiao et al. 2023, arXiv 2309.17453).
-        output: norm of the output as a share of its layer's mean; heads with small outputs can be removed, more
-            reliably than those found by their weights (Sandoval-Segura et al. 2025, arXiv 2504.03889).
+        sink: share of the weight on the first token, or on a learned sink, at which a head does nothing else (Xiao et
+            al. 2023, arXiv 2309.17453).
+        output: norm of the output as a share of its layer's mean; heads with small outputs can be removed, which is a
+            more reliable criterion than their weights (Sandoval-Segura et al. 2025, arXiv 2504.03889).
         twin: correlation of the weights of two heads of a layer, without the first token; such heads are redundant
             (Bian et al. 2021, "On Attention Redundancy"). Heads that are dead are not compared.
     """
@@ -52,7 +53,7 @@ class Thresholds:
                 raise HeadwiseError(f"the threshold {name} must be a number or None, got {bound!r}")
 
     def relaxed(self) -> Thresholds:
-        """The thresholds that a head must be within again before it is reported anew: values near one would flicker."""
+        """The thresholds that a head must satisfy before it is reported again, against flickering alarms."""
         factors = {"entropy": 1.5, "max_logit": 0.7, "sink": 0.9, "output": 1.5, "twin": 0.9}
         bounds = asdict(self)
         return Thresholds(**{name: None if x is None else x * factors[name] for name, x in bounds.items()})
@@ -76,7 +77,7 @@ class Alarm:
 
     @property
     def key(self) -> AlarmKey:
-        """What stays the same as long as the alarm lasts."""
+        """The identity of an alarm, constant as long as it lasts."""
         return self.kind, self.layer, self.head, self.other
 
     @property

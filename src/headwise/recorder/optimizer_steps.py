@@ -1,4 +1,4 @@
-"""The steps of a model's optimizer, counted by PyTorch's own hook: a training loop needs no line for it."""
+"""The steps of a model's optimizer, counted by PyTorch's own hook, without changes to the training loop."""
 
 from __future__ import annotations
 

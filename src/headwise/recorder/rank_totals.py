@@ -21,7 +21,7 @@ ACTIVITY = "the statistics of a training step"
 
 
 class Layout(NamedTuple):
-    """What the totals of one layer have."""
+    """The fields that the totals of one layer have."""
 
     layer: LoggedLayer
     sums: tuple[str, ...]

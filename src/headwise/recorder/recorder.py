@@ -30,35 +30,37 @@ logger = logging.getLogger("headwise.recorder")
 
 
 class Recorder(TrainerEvents):
-    """Record what every head of a model does while it trains, and raise alarms.
+    """Record statistics of every head while a model trains, and raise alarms.
 
-    Steps are those of the model's optimizer, counted by a hook: nothing is added to the training loop. Step 1 and every
-    `every`-th step are recorded, with all forward passes that lead to it: gradient accumulation, attempts that
-    GradScaler skipped, but neither passes in evaluation mode nor those that activation checkpointing repeats. Only in
-    those steps is the model watched. Under torch.distributed all ranks record, their statistics are added up and the
-    first rank writes.
+    Steps are those of the model's optimizer, counted by a hook, so the training loop does not change. Step 1 and every
+    `every`-th step are recorded, with all forward passes that lead to it, including those of gradient accumulation and
+    of steps that GradScaler skipped, but without passes in evaluation mode and passes that activation checkpointing
+    repeats. The model is watched only in those steps. Under torch.distributed all ranks record, their statistics are
+    added up and the first rank writes the log.
 
-    The same object is a callback for transformers' Trainer; steps are then the Trainer's.
+    A Recorder is also a callback for transformers' Trainer; it then uses the Trainer's step numbers.
 
     Args:
-        model: any model that `headwise.watch` takes.
-        every: how many optimizer steps lie between two entries.
-        path: the JSONL file to write to; None for none.
+        model: any model that `headwise.watch` supports.
+        every: the number of optimizer steps between two entries.
+        path: the JSONL file to write; None to write no file.
         resume: True continues the run of an existing file after its last entry; a number continues it after that
-            optimizer step, and later entries are removed. Trainer knows its step when it resumes.
-        thresholds: when a head raises an alarm.
-        on_alarm: called with the list of alarms that began in a step, on every rank. Alarms are also part of the file's
-            entries and logged as warnings of the logger "headwise.recorder".
-        writer: a SummaryWriter of TensorBoard, which gets scalars and heat maps.
-        wandb: whether the active run of Weights & Biases, if there is one, gets them.
-        exact: as in `headwise.watch`: True leaves every output of the model as it is without the recorder, to the bit.
+            optimizer step and removes later entries. With Trainer this is not needed, because Trainer knows its step
+            when it resumes.
+        thresholds: the thresholds of the alarms.
+        on_alarm: called on every rank with the list of alarms that began in a step. Alarms are also written to the file
+            and logged as warnings by the logger "headwise.recorder".
+        writer: a TensorBoard SummaryWriter, which receives scalars and heat maps.
+        wandb: whether an active Weights & Biases run receives them too.
+        exact: as in `headwise.watch`: with True, every output of the model is bit-identical to that without the
+            recorder.
         manual: count calls of `step()` instead of the optimizer's steps, for optimizers that are not PyTorch's.
         mesh: a one-dimensional mesh of the ranks whose statistics are added up, all by default. Ranks that split the
             heads of a model between them (tensor parallel) count once.
 
     Raises:
         UnsupportedError: on entering, for a model that cannot be watched.
-        HeadwiseError: on entering, for a file that exists, or is the log of another model.
+        HeadwiseError: on entering, for a file that exists already, or that is the log of another model.
 
     Example:
         >>> with headwise.Recorder(model, every=50):
@@ -119,7 +121,7 @@ class Recorder(TrainerEvents):
         self.stop()
 
     def start(self) -> Recorder:
-        """Begin to record: the same as entering `with`, for loops that are not inside of one."""
+        """Begin to record: the same as entering `with`, for loops that are not inside a `with` block."""
         if self._on:
             raise HeadwiseError("this recorder is on already; make another for another model")
         self._begin(self.resume)
@@ -128,7 +130,7 @@ class Recorder(TrainerEvents):
         return self
 
     def stop(self) -> None:
-        """Stop recording. What was recorded of an unfinished step is dropped."""
+        """Stop recording. The record of an unfinished step is dropped."""
         if not self._on:
             return
         self._on = False
@@ -145,7 +147,7 @@ class Recorder(TrainerEvents):
             )
 
     def step(self) -> None:
-        """A step of an optimizer that is not PyTorch's has ended."""
+        """Count a finished step of an optimizer that is not a PyTorch optimizer."""
         if not self.manual:
             raise HeadwiseError(
                 "the optimizer's steps are counted already; leave recorder.step() out, or give manual=True to count "
@@ -241,7 +243,7 @@ class Recorder(TrainerEvents):
         return watch_calls(self.model, self._totals, self._exact)
 
     def _share_heads(self, new_watch: Watch) -> None:
-        """Where ranks split heads or tokens, each of them has the totals of all: one of them counts, and writes."""
+        """If ranks split heads or tokens, each of them has the totals of all; only one of them counts and writes."""
         for group in new_watch.rank_groups if self._ranks.group is not None else ():
             recording_ranks = dist.get_process_group_ranks(self._ranks.group)
             members = dist.get_process_group_ranks(group.group)

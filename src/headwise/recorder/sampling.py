@@ -42,7 +42,7 @@ class Samples:
 
 
 def no_samples(heads: int) -> Samples:
-    """Of a layer whose weights are not looked at."""
+    """The samples of a layer whose weights are not read."""
     zeros = torch.zeros(heads + 1, heads, dtype=torch.float64)
     return Samples(zeros[1:], zeros[0], torch.zeros((), dtype=torch.float64))
 

@@ -60,7 +60,7 @@ class LoggedLayer:
 
 @dataclass(frozen=True)
 class LogHeader:
-    """What a log is a log of."""
+    """The header of a log: what it records."""
 
     model: str  # the model's class
     fingerprint: str  # of the model's structure: class, config, names and shapes of the parameters
@@ -102,7 +102,7 @@ class LogEntry:
     time: float  # seconds since 1970
     passes: int  # forward passes of the step, over all ranks
     ranks: int
-    values: Mapping[LayerKey, Values]  # by layer: name -> one number per head, NaN where there is none
+    values: Mapping[LayerKey, Values]  # by layer: name -> one number per head, NaN if there is none
     twins: Mapping[LayerKey, list[int]]  # by layer: the most similar head of the layer, for every head
     queries: Mapping[LayerKey, int]  # by layer: how many queries were counted
     alarms: tuple[Alarm, ...] = ()  # those that began in this step
@@ -156,7 +156,7 @@ def _numbers(values: Any, path: str) -> list[float]:
 
 
 def head_values(entry: LogEntry, name: str, layers: Sequence[LoggedLayer]) -> np.ndarray:
-    """(layers, heads) of one statistic; NaN where there is none."""
+    """(layers, heads) of one statistic; NaN if there is none."""
     table = np.full((len(layers), max(layer.heads for layer in layers)), np.nan)
     for line, layer in zip(table, layers, strict=True):
         values = entry.values.get(layer.key, {}).get(name, [])
@@ -242,7 +242,7 @@ class TrainingLog:
         raise HeadwiseError(f"step {step} was not recorded; the nearest step that was is step={near}")
 
     def table(self, name: str, kind: str | None = None, step: int | None = None) -> np.ndarray:
-        """(layers, heads) of one statistic in one step; NaN where there is none."""
+        """(layers, heads): one statistic in one step; NaN if it was not recorded."""
         if name not in STATISTICS:
             raise HeadwiseError(f"no statistic {name!r}; there are {', '.join(STATISTICS)}")
         return head_values(self.entry(step), name, self.layers(kind))

@@ -42,4 +42,4 @@ class Pairs:
     query: Tokens  # (B, Tq)
     key: Tokens  # (B, Tk)
     visible: Tensor  # (B, Tq, Tk) bool: the keys that a real query may attend to
-    offset: Tensor | None  # (Tq, Tk) int: position of the key less that of the query; None in cross-attention
+    offset: Tensor | None  # (Tq, Tk) int: position of the key minus that of the query; None in cross-attention

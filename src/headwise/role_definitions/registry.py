@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 ENTRY_POINTS = "headwise.roles"
-LIFT = 2.0  # times the score of equal attention, at least; or very short texts would make roles
+LIFT = 2.0  # times the score of uniform attention, at least; or very short texts would make roles
 BOTH, CAUSAL, CROSS = (
     "both ways",
     "causal",
@@ -95,7 +95,7 @@ def role(
 
     Args:
         name: of the role and of its score.
-        threshold: the score that a head needs, from 0 to 1; at least twice that of equal attention is needed too.
+        threshold: the score that a head needs, from 0 to 1; at least twice that of uniform attention is needed too.
         meaning: what is measured, such as "weight on the last token".
         source: where the threshold comes from, such as a paper.
         ways: of attention for which the role makes sense: "both ways", "causal", "cross".

@@ -1,7 +1,7 @@
 """What each head does: statistics over a corpus, roles against a baseline, relations against gold annotation.
 
-`headwise.atlas`, `headwise.relations` and what they return are names of the root. These are for roles of your own;
-`headwise.role_definitions` shows how they are used.
+`headwise.atlas`, `headwise.relations` and their result classes are in the root package. The names here are for defining
+your own roles; `headwise.role_definitions` shows how they are used.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 records of 768 bytes say in what.
 
 Whole numbers, shapes and options are compared exactly, by a digest. Floating-point values that must be the same on
-every rank are compared to rounding, since different processors do not give the same last bit: by their norm and three
-random projections (a sketch).
+every rank are compared up to rounding, by their norm and three random projections (a sketch), because different
+processors do not compute the same last bit.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LARGE_RMS = 1e3  # values of a larger root mean square are compared by their log
 
 @dataclass(frozen=True)
 class Record:
-    """What one rank is about to do."""
+    """A record of what one rank is about to do."""
 
     status: int
     digest: bytes

@@ -83,7 +83,7 @@ class CallAgreement:
 
     @contextmanager
     def keep_rows(self) -> Iterator[None]:
-        """Around calls between which no parameter changes: one agreement about which weights need not be fetched."""
+        """Context for calls between which no parameter changes: one agreement on which weights need not be fetched."""
         if not self.rows.possible:
             yield
             return
@@ -104,7 +104,7 @@ class CallAgreement:
             self.ranks.report_failure(self.activity, error)
 
     def _describe_state(self, module: nn.Module) -> str:
-        """What a call depends on beside its arguments: dropout, which parameters are trained, and the precision."""
+        """What a call depends on besides its arguments: dropout, which parameters are trained, and the precision."""
         parts = ["training" if module.training else "not training"]
         rates = self._dropout_rates()
         if any(rates) and not torch.compiler.is_compiling():  # outside attention all ranks must draw the same numbers

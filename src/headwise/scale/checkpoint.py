@@ -33,12 +33,12 @@ def save_state(module: nn.Module, path: str | os.PathLike[str], *, optimizer: Op
     """Write a module's parameters into a directory, each rank its own part. All ranks must call it.
 
     Args:
-        module: split by `split_heads`, sharded by FSDP2, both, or whole.
-        path: of a directory that is empty or does not exist, and that all ranks share.
-        optimizer: of the module's parameters, whose state is written too.
+        module: split by `split_heads`, sharded by FSDP2, both, or neither.
+        path: a directory that is empty or does not exist, and that all ranks share.
+        optimizer: an optimizer of the module's parameters, whose state is written too.
 
     Raises:
-        CheckpointError: on all ranks, where the directory is not empty or cannot be written.
+        CheckpointError: on all ranks, if the directory is not empty or cannot be written.
 
     Example:
         >>> headwise.scale.save_state(block, "checkpoint")
@@ -71,12 +71,12 @@ def load_state(module: nn.Module, path: str | os.PathLike[str], *, optimizer: Op
     """Read a checkpoint of `save_state`, written by any number of ranks, into a module of the same shape, in place.
 
     Args:
-        module: split by `split_heads` over the ranks there are now, sharded by FSDP2, both, or whole.
-        path: of the directory.
-        optimizer: of the module's parameters, whose state is read too.
+        module: split by `split_heads` over the current ranks, sharded by FSDP2, both, or neither.
+        path: the directory.
+        optimizer: an optimizer of the module's parameters, whose state is read too.
 
     Raises:
-        CheckpointError: on all ranks, where the checkpoint is of another module or cannot be read.
+        CheckpointError: on all ranks, if the checkpoint belongs to another module or cannot be read.
     """
     reader_class = _storage_class("HuggingFaceStorageReader")
     ranks, source = ranks_of(), Path(path)

@@ -12,7 +12,7 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def check_replaceable(module: nn.Module, cls: type[nn.Module]) -> None:
-    """Refuse a module that is not exactly of the class that `cls` replaces: methods of its own would be lost."""
+    """Refuse a module that is not exactly of the class that `cls` replaces, because its own methods would be lost."""
     base = cls.__bases__[-1]
     if type(module) is not base:
         raise UnsupportedError(

@@ -26,16 +26,16 @@ def clip_grad_norm_(
 ) -> Tensor:
     """torch.nn.utils.clip_grad_norm_ for a module that `split_heads` split. All ranks must call it.
 
-    The norm is that of the unsplit module's gradients. It is PyTorch's own, which suffices where all parameters are
-    DTensors on one mesh; here plain tensors beside them, which must be the same on all ranks, count too, and ranks that
-    disagree get an error.
+    The norm is that of the unsplit module's gradients. PyTorch's own function suffices if all parameters are DTensors
+    on one mesh; this function also supports plain tensors, which must be the same on all ranks, and raises an error on
+    ranks that disagree.
 
     Args:
-        module: wholly split, or with split submodules.
-        max_norm: gradients are scaled down, in place, where their norm is larger.
-        norm_type: of the norm; math.inf for the largest absolute value.
-        error_if_nonfinite: raise where the norm is NaN or infinite, on all ranks.
-        timeout: seconds that a rank waits for the others; that of their group by default.
+        module: a split module, or a module with split submodules.
+        max_norm: gradients are scaled down, in place, if their norm is larger.
+        norm_type: the exponent of the norm; math.inf for the largest absolute value.
+        error_if_nonfinite: raise an error on all ranks if the norm is NaN or infinite.
+        timeout: seconds that a rank waits for the others; the time-out of their group by default.
 
     Returns:
         The norm before clipping, the same on every rank.

@@ -58,7 +58,7 @@ class SplitSequenceAttention(MultiHeadAttention):
 
     @property
     def token_ranks(self) -> Ranks:
-        """Those that have the tokens."""
+        """The ranks that the tokens are split over."""
         return ranks_of(self.mesh, self.timeout, DIMENSION)
 
     @property
@@ -220,18 +220,19 @@ class SplitHeadsAndSequenceAttention(SplitSequenceAttention, SplitAttention):  #
 def split_sequence(
     module: Any, mesh: DeviceMesh | None = None, *, zigzag: bool = True, timeout: float | None = None
 ) -> Any:
-    """Make an attention, a block or a stack of headwise's take this rank's tokens of a sequence, in place.
+    """Make one of headwise's attention modules, blocks or stacks take this rank's tokens of a sequence, in place.
 
-    The split module takes no mask, no cache and no dropout inside attention; lengths and windows it takes.
+    The split module supports lengths and windows, but no masks, caches or dropout inside attention.
 
     Args:
         module: MultiHeadAttention, TransformerBlock, Encoder or Decoder, with the same weights on all ranks. A stack
             then uses the positions of the whole sequence. Its heads may be split already, by `split_heads` over another
             dimension of the same mesh: each rank then computes its heads for its tokens.
-        mesh: of the ranks; all by default. A mesh of one dimension, as mesh["cp"] of a larger one, or one with a
-            dimension named "cp".
-        zigzag: how `shard_sequence` splits the tokens, for all layers and whether they are causal or not.
-        timeout: seconds that a rank waits for the others, in forward and in backward; that of their group by default.
+        mesh: the device mesh of the ranks; all ranks by default. A one-dimensional mesh, such as mesh["cp"] of a larger
+            mesh, or a mesh with a dimension named "cp".
+        zigzag: how `shard_sequence` splits the tokens, for all layers, causal or not.
+        timeout: seconds that a rank waits for the others, in forward and in backward; the time-out of their group by
+            default.
 
     Returns:
         The module.
@@ -367,13 +368,12 @@ def _agree_compiled(
 
 
 def sum_gradients(module: nn.Module, mesh: DeviceMesh | None = None, *, timeout: float | None = None) -> None:
-    """Sum every parameter's gradient over the ranks, each of which has that of its own tokens. All ranks must call it.
+    """Sum the gradients of every parameter over the ranks, which have different tokens. All ranks must call it.
 
-    Of a parameter that is a DTensor, as where heads are split too, a rank sums what it has with the ranks of its column
-    of the mesh, which have the same part.
+    If a parameter is a DTensor, because heads are split too, a rank sums its part with the ranks of its column of the
+    mesh, which have the same part.
 
-    A rank whose tokens gave a parameter no gradient counts as zeros; a parameter without a gradient on any rank stays
-    without.
+    A missing gradient on one rank counts as zeros; a parameter without a gradient on any rank stays without one.
 
     Example:
         >>> loss.backward()  # of this rank's tokens

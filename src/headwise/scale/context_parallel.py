@@ -60,14 +60,15 @@ def context_parallel_attend(
 ) -> Tensor:
     """headwise.attend over a sequence whose tokens are split over ranks. All ranks must call it.
 
-    Gradients of q, k and v are exact. Those of sinks and gates are of this rank's queries only; sum them over the ranks
-    as those of weights (`sum_gradients`).
+    Gradients of q, k and v are exact. Gradients of sinks and gates are those of this rank's queries only; sum them over
+    the ranks like those of weights (`sum_gradients`).
 
     Args:
-        q: (B, Hq, tokens here, D), this rank's tokens of the whole sequence, as `shard_sequence` gives them.
+        q: (B, Hq, tokens here, D), this rank's tokens of the whole sequence, as returned by `shard_sequence`.
         k, v: (B, Hkv, tokens here, D) and (B, Hkv, tokens here, Dv).
-        mesh: of the ranks; all by default.
-        timeout: seconds that a rank waits for the others, in forward and in backward; that of their group by default.
+        mesh: the device mesh of the ranks; all ranks by default.
+        timeout: seconds that a rank waits for the others, in forward and in backward; the time-out of their group by
+            default.
         options: the same on all ranks:
             causal, window, scale, softcap, sinks, gates: as in headwise.attend.
             lengths: (B,), of the whole sequences.
@@ -78,8 +79,8 @@ def context_parallel_attend(
         (B, Hq, tokens here, Dv).
 
     Raises:
-        ShapeError: on all ranks, where the tokens are not split as the plan splits them.
-        RankError: where ranks differ in their options, or one of them does not take part.
+        ShapeError: on all ranks, if the tokens are not split as the plan splits them.
+        RankError: if ranks differ in their options, or one of them does not take part.
 
     Example:
         >>> q, k, v = (headwise.scale.shard_sequence(x, 2) for x in (q, k, v))
@@ -183,7 +184,7 @@ def agree_on_call(
 def build_split_call(
     q: Tensor, ranks: Ranks, counts: Sequence[int], options: ContextParallelOptions, stats: bool = False
 ) -> ContextParallelCall:
-    """The call on this rank, after an agreement. stats: its statistics are wanted, which depend on positions."""
+    """The call on this rank, after an agreement. stats: its statistics are requested, which depend on positions."""
     left, right = band_of(options)
     scale = options.get("scale")
     parts = PartOptions(
@@ -201,7 +202,7 @@ def build_split_call(
 def check_and_describe(
     q: Tensor, k: Tensor, v: Tensor, options: ContextParallelOptions, with_gradient: bool | None = None
 ) -> str:
-    """What one rank is about to compute, as text that must be the same on all; an error where it cannot be computed."""
+    """Describe what one rank is about to compute, as text that must be equal on all ranks; raises if it cannot."""
     check_options(options, OPTION_NAMES)
     left, right = band_of(options)
     size = sizes(q, k, v)

@@ -27,7 +27,7 @@ GRADIENT_BYTES = 4  # of a key's or value's gradient, which is summed in fp32
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """One layer of a model, split in one way over ranks: what one of them (the busiest) sends, computes and holds."""
+    """One layer of a model, split in one way over ranks: what the busiest rank sends, computes and stores."""
 
     way: str  # "heads" (tensor parallel), "sequence" (context parallel), "weights" (FSDP) or "corpus" (DDP)
     ranks: int
@@ -87,7 +87,7 @@ class _Workload:
 def costs(
     card: Card, ranks: int, tokens: int, batch: int = 1, dtype: str = "bf16", *, rank: int | None = None
 ) -> list[Cost]:
-    """Every way of splitting one layer of a decoder over so many ranks.
+    """The cost of every way of splitting one layer of a decoder over a number of ranks.
 
     Args:
         card: of the model.

@@ -143,7 +143,7 @@ def importance(
 ) -> HeadScores:
     """headwise.importance over ranks: each scores its part of the batches, and all get all scores. All must call it.
 
-    A score that is not additive over batches (its row in the registry says so) is computed whole by every rank.
+    A score that is not additive over batches (see its entry in the registry) is computed completely by every rank.
 
     Args:
         model, batches, score, loss, unit, seed: as in headwise.importance, the same on all ranks.
@@ -218,7 +218,7 @@ def context_need(
 ) -> ContextNeed:
     """headwise.context_need over ranks: each measures its part of the batches, and all get the need of all of them.
 
-    All ranks must call it. The numbers are those of one process, to the bit.
+    All ranks must call it. The numbers are those of one process, bit for bit.
 
     Args:
         model, batches, windows, keep_first, tokenizer, length, loss: as in headwise.context_need, the same on all

@@ -1,8 +1,8 @@
 """Sending keys and values directly to the ranks that need them, and their gradients back (context parallel).
 
-A chunk's keys and values go to every rank with a query that may attend to them, and to no other. All ranks keep one
-order: some KV heads at a time, so that messages under way are small beside what a rank holds, and within them rank
-distance by rank distance. The next blocks are under way while attention is computed with one.
+A chunk's keys and values go to every rank with a query that may attend to them, and to no other. All ranks use the same
+order: a few KV heads at a time, so that messages in flight are small compared with a rank's own memory, and within them
+by rank distance. The next blocks are in flight while attention to the current one is computed.
 """
 
 from __future__ import annotations

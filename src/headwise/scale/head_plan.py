@@ -39,7 +39,7 @@ class Share:
 
 @dataclass(frozen=True)
 class HeadPlan:
-    """One attention layer over ranks, split between heads, which are independent until W_O.
+    """One attention layer over ranks, split by heads, which are independent up to W_O.
 
     Args:
         heads: of the whole layer.
@@ -169,7 +169,7 @@ class HeadPlan:
 
 
 def plan(heads: Heads, ranks: int) -> HeadPlan:
-    """Which query and KV heads of a layer live on which of so many ranks.
+    """Which query and KV heads of a layer live on which of this many ranks.
 
     Example:
         >>> print(headwise.scale.plan(headwise.Heads.split(768, 12), 5))

@@ -1,7 +1,7 @@
 """Rows of weights that layers fetched from other ranks, kept between calls without gradients, as in decoding.
 
-Whether parameters have changed is seen from their contents: foreach and fused optimizers, and edits through `.data`,
-change a DTensor without counting up `_version`. The ranks compare what they keep in the agreement before each call, so
+Changes of parameters are detected from their contents, because foreach and fused optimizers and edits through `.data`
+change a DTensor without incrementing `_version`. The ranks compare what they keep in the agreement before each call, so
 that all of them fetch a layer's rows or none.
 """
 
@@ -24,7 +24,7 @@ CHANGED = -1  # in an agreement: a parameter has changed since its rows were fet
 
 
 class Kept(NamedTuple):
-    """What one layer keeps."""
+    """The rows that one layer keeps."""
 
     sums: Tensor  # of the stored parameters when the rows were fetched, see `content_sums`
     rows: list[Tensor]

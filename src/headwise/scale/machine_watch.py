@@ -1,6 +1,8 @@
-"""Is every machine still there? A rank may wait for hours for another that measures its part of a corpus; where that
-one's machine is cut off, nothing ends the wait before its timeout. So each machine counts up a number in the store, and
-a rank that sees another machine's number stand still closes its connections, which ends what waits for them.
+"""Heartbeats: whether every machine of a run is still there.
+
+A rank may wait for hours for another rank that measures its part of a corpus. If that rank's machine is cut off,
+nothing ends the wait before its timeout. So each machine increments a counter in the store, and a rank that sees the
+counter of another machine stop closes its connections, which ends all waits on them.
 """
 
 from __future__ import annotations
@@ -72,9 +74,9 @@ class _MachineWatch:
             time.sleep(0.05)
 
     def _count(self) -> None:
-        """Count up this machine's number and read those of the others; blocks where the store cannot be reached."""
+        """Increment this machine's counter and read those of the others; blocks if the store cannot be reached."""
         with suppress(RuntimeError, dist.DistError):
-            # a connection of its own: questions to the store wait for each other
+            # a separate connection, because requests to the store wait for each other
             timeout = timedelta(seconds=self.silence)
             store = dist.TCPStore(self.address, self.port, timeout=timeout, wait_for_workers=False)
             while not self.ended.wait(min(BEAT, self.silence / 4)):
@@ -102,7 +104,7 @@ class _MachineWatch:
         report_lost_machine(f"{lost}; nothing was heard for {self.silence:g} s")
 
     def _lost_machine(self, silence: float | None = None) -> str:
-        """Which machines do not reach each other, in words; "" where all were heard of within `silence`."""
+        """A text that names the machines that do not reach each other; "" if all were heard of within `silence`."""
         now, silence = time.monotonic(), self.silence if silence is None else silence
         if now - self.last_answer > silence:
             return describe_cut(self.machine) if self.machine else "the store of this machine does not answer"

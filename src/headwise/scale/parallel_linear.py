@@ -1,8 +1,8 @@
 """Linear layers split over ranks: by output (column parallel, no communication) or by input (row parallel, one sum).
 
 A linear layer's weight is (out, in), so a column-parallel layer stores some rows of the weight, a row-parallel layer
-some columns. Parameters are DTensors, placed as PyTorch's ColwiseParallel and RowwiseParallel place them; where heads
-are not what a rank stores, the layer fetches the rows of its heads.
+some columns. Parameters are DTensors, placed as PyTorch's ColwiseParallel and RowwiseParallel place them. If a rank
+stores other rows than those of its heads, the layer fetches the rows of its heads.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class ColumnParallelLinear(nn.Linear):
         return F.linear(x, weight, *bias)
 
     def stored(self) -> list[Tensor]:
-        """What this rank stores of the parameters whose rows are fetched."""
+        """This rank's part of the parameters whose rows are fetched."""
         return [local_tensor(p) for p in (self.weight, self.bias) if p is not None]
 
     def fetch(self) -> list[Tensor]:
@@ -79,7 +79,7 @@ class RowParallelLinear(nn.Linear):
         return out if self.bias is None else out + local_tensor(self.bias)
 
     def stored(self) -> list[Tensor]:
-        """What this rank stores of the weight, whose columns are fetched."""
+        """This rank's part of the weight whose columns are fetched."""
         return [local_tensor(self.weight)]
 
     def fetch(self) -> list[Tensor]:

@@ -41,11 +41,11 @@ class HeadPartition:
 
     @property
     def heads(self) -> Heads:
-        """Of the whole layer."""
+        """The heads of the whole layer."""
         return self.plan.heads
 
     def is_whole(self, heads: int) -> bool:
-        """Whether a rank that attends with so many heads has all of them."""
+        """Whether a rank that attends with this many heads has all of them."""
         return self.optional and heads == self.heads.query
 
     def gather(self, x: Tensor, dim: int = 1) -> Tensor:
@@ -64,7 +64,7 @@ class HeadPartition:
         return self.gather(local.unflatten(-1, (self._slots, -1)), x.dim() - 1).flatten(-2)
 
     def part(self, whole: Tensor, x: Tensor) -> Tensor:
-        """What `join` made of x, or something in its place -> this rank's part."""
+        """The result of `join`, or a replacement of it -> this rank's part."""
         local = whole
         if not self._has_all(x.to_local() if isinstance(x, DTensor) else x):
             heads = whole.unflatten(-1, (self.heads.query, -1))
@@ -94,8 +94,8 @@ def find_partition(model: nn.Module, site: Site) -> HeadPartition | None:
     """The partition of a layer whose linear layers PyTorch or transformers split: by W_O's columns, in equal parts.
 
     Raises:
-        UnsupportedError: where other parameters are split, or by something else than the columns of W_O.
-        RankError: where the number of ranks does not divide the heads.
+        UnsupportedError: if other parameters are split, or by something else than the columns of W_O.
+        RankError: if the number of ranks does not divide the heads.
     """
     data_parallel = _data_parallel_dims(model)
     splits = {

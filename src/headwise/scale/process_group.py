@@ -35,11 +35,11 @@ def init_ranks(timeout: float = TIMEOUT, mesh: DeviceMesh | None = None) -> Iter
     Without torchrun, this process is the only rank. A process group that exists already is used and left as it is.
 
     Args:
-        timeout: seconds that a rank waits for another in anything they do together.
+        timeout: seconds that a rank waits for another rank in any joint operation.
         mesh: a one-dimensional mesh of some of the ranks; all by default.
 
     Yields:
-        The `Ranks`, of which `rank`, `count` and `first` say which one this process is.
+        The `Ranks`; its `rank`, `count` and `first` identify this process.
 
     Example:
         >>> with headwise.scale.init_ranks() as ranks:
@@ -76,7 +76,7 @@ def under_torchrun() -> bool:
 
 
 def _init_process_group(backend: str, timeout: timedelta) -> None:
-    """Join the other ranks; an error in words where they do not come, or this one cannot reach the first."""
+    """Join the other ranks; raises an error if they do not join, or if this rank cannot reach the first."""
     try:
         _rendezvous(backend, timeout)
     except (RuntimeError, dist.DistError) as error:

@@ -1,8 +1,8 @@
 """The processes of one group (ranks): their collectives, agreements between them, and errors that reach all of them.
 
-An agreement comes before anything is sent: ranks that are about to do different things all get the same error, where
-collectives would hang or give wrong numbers. It is one all-reduce of a digest, or direct sends between few ranks;
-only where digests differ, an all-gather of the ranks' descriptions follows, for the error message.
+An agreement comes before anything is sent: if ranks are about to do different things, all of them raise the same error,
+where collectives would hang or give wrong numbers. It is one all-reduce of a digest, or direct sends between few ranks.
+Only if digests differ, an all-gather of the ranks' descriptions follows, for the error message.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ ABSENCE_WAIT = 2.0  # seconds in which a rank finds out which others wait too
 STORE_WAIT = 5.0  # seconds in which the store answers; else the machine that holds it is cut off
 WAITING_KEY = "headwise/waiting"  # in the store: what a rank waited for when the transport failed
 FAILURE_KEY = "headwise/failure"  # in the store: the message of the rank that failed
-FEW_RANKS = 8  # up to so many, every rank sends its digest to every other, which takes less time than an all-reduce
+FEW_RANKS = 8  # up to this many ranks, every rank sends its digest to every other, which is faster than an all-reduce
 UNUSED_TAG = (1 << 31) - 1  # of point-to-point messages that no rank sends
 AGREEMENT_TAG = UNUSED_TAG - 1  # of digests
 OUT_OF_STEP = "the ranks are no longer in step, start all of them again"
@@ -50,7 +50,7 @@ simulated_numbers: ContextVar[Sequence[int] | None] = ContextVar("headwise_simul
 
 @dataclass(frozen=True)
 class Ranks:
-    """The processes of one group, and which of them this is. One process without torch.distributed is a group too.
+    """The processes of one group, and this process's rank. One process without torch.distributed is a group too.
 
     Args:
         rank: of this process in the group.
@@ -99,10 +99,10 @@ class Ranks:
 
         Args:
             activity: what the ranks agree about, for the error message.
-            description: of what this rank is about to do; where it is a function, an error that it raises reaches all
-                ranks.
-            values: floating-point tensors that must be the same on all ranks, to rounding.
-            number: a number of this rank's own that all ranks get.
+            description: a description of what this rank is about to do; if it is a function, an error that it raises is
+                raised on all ranks.
+            values: floating-point tensors that must be the same on all ranks, up to rounding.
+            number: a number of this rank that is sent to all ranks.
 
         Returns:
             Every rank's `number`.
@@ -225,7 +225,7 @@ class Ranks:
 
     @contextmanager
     def transport_errors(self, activity: str) -> Iterator[None]:
-        """Around communication only: an error of the transport becomes a RankError, on all ranks at once."""
+        """Context for communication only: a transport error becomes a RankError, on all ranks at once."""
         try:
             yield
         except (RuntimeError, dist.DistError) as error:
@@ -267,7 +267,7 @@ class Ranks:
 
     @contextmanager
     def share_failures(self, activity: str) -> Iterator[None]:
-        """Around what ranks do between an agreement and their last collective: a rank that fails tells the others."""
+        """Context for the work between an agreement and the last collective: a rank that fails notifies the others."""
         try:
             yield
         except RankError:  # the others have it too
@@ -277,7 +277,7 @@ class Ranks:
             raise
 
     def report_failure(self, activity: str, error: BaseException) -> None:
-        """Tell the other ranks that this one failed after an agreement, unless all of them failed in the same call."""
+        """Notify the other ranks that this one failed after an agreement, unless all failed in the same call."""
         if self.count == 1 or not dist.is_initialized():
             return
         name, message = self.group.group_name, f"rank {self.rank} failed at {activity}: {_one_line(error)}"
@@ -311,7 +311,7 @@ class Ranks:
         self.close_connections()
 
     def _reported_failure(self, store: Any) -> str:
-        """The message that a failed rank left in the store; "" where there is none."""
+        """The message that a failed rank left in the store; "" if there is none."""
         for key in (f"{FAILURE_KEY}/{self.group.group_name}", FAILURE_KEY):
             if store.check([key]):
                 return str(store.get(key).decode(errors="replace"))
@@ -338,7 +338,7 @@ def _mark_reported(error: BaseException, group: str) -> bool:
 
 
 def report_failure_to_all(error: BaseException) -> None:
-    """Leave a message for ranks of every group: this process fails outside of anything that ranks agreed about."""
+    """Leave a message for ranks of every group: this process fails outside anything that ranks agreed about."""
     message = f"rank {dist.get_rank()} failed: {_one_line(error)}"
     with suppress(TimeoutError):
         ask_store(lambda store: str(store.set(FAILURE_KEY, message)))
@@ -356,7 +356,7 @@ def default_store() -> Any:
 
 
 def ask_store(question: Callable[[Any], str], seconds: float = STORE_WAIT) -> str:
-    """What a question to the store gives; "" where the store has ended.
+    """The answer of the store to a request; "" if the store has ended.
 
     Raises:
         TimeoutError: there is no answer, since the machine that holds the store, or this one, is cut off. A question
@@ -379,7 +379,7 @@ def ask_store(question: Callable[[Any], str], seconds: float = STORE_WAIT) -> st
 
 
 def describe_cut(machine: int) -> str:
-    """That a machine and the first one, which holds the store, do not reach each other: the same words on both."""
+    """A message that a machine and the first one, which holds the store, do not reach each other; the same on both."""
     address = os.environ.get("MASTER_ADDR", "its address is not known")
     if not machine:
         return f"the machine of rank 0 ({address}) cannot be reached: it is down or cut off"
@@ -400,7 +400,7 @@ def ranks_of(mesh: DeviceMesh | None = None, timeout: float | None = None, dimen
 
     Args:
         mesh: all ranks by default.
-        timeout: seconds that a rank waits for the others; that of their process group by default.
+        timeout: seconds that a rank waits for the others; the time-out of their process group by default.
         dimension: the name of the dimension to take of a mesh that has several.
     """
     if not dist.is_initialized():

@@ -16,7 +16,7 @@ from .row_plan import RowPlan
 
 @dataclass(frozen=True)
 class RowExchange:
-    """What one rank sends and gets of the rows of a parameter."""
+    """The rows of a parameter that one rank sends and receives."""
 
     ranks: Ranks
     local: bool  # every rank stores the rows that it needs
@@ -109,10 +109,10 @@ def _send(
 
 
 def _narrow(tensors: Any, dim: int, rows: range, whole: range) -> list[Tensor]:
-    """Of tensors that hold the rows `whole`, some of them."""
+    """Some rows of tensors that hold the rows `whole`."""
     return [x.narrow(dim, rows.start - whole.start if rows else 0, len(rows)) for x in tensors]
 
 
 def _resized(x: Tensor, dim: int, count: int) -> torch.Size:
-    """The shape of a tensor with so many rows."""
+    """The shape of a tensor with this many rows."""
     return torch.Size(count if i == dim else size for i, size in enumerate(x.shape))

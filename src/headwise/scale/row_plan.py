@@ -77,6 +77,6 @@ def chunk_ranges(count: int, ranks: int) -> tuple[range, ...]:
 
 
 def overlap(a: range, b: range) -> range:
-    """What two ranges have in common."""
+    """The intersection of two ranges."""
     start = max(a.start, b.start)
     return range(start, max(start, min(a.stop, b.stop)))

@@ -130,7 +130,7 @@ def _read_run_file(folder: Path) -> dict[str, object]:
 
 
 def _check_visible(folder: Path, token: str, temporary: bool) -> None:
-    """That this rank sees the token that the first rank wrote: the folder is on a shared disk."""
+    """Check that this rank sees the token that the first rank wrote, so that the folder is on a shared disk."""
     end = time.monotonic() + VISIBLE_WAIT
     while _read_run_file(folder).get("token") != token:
         if time.monotonic() > end:
@@ -157,7 +157,7 @@ class Lock:
         self.path, self.handle = path, -1
 
     def acquire(self, wait: float) -> None:
-        """Lock it exclusively, after so many seconds at most: no rank of another run is at work here."""
+        """Lock it exclusively, after this many seconds at most: no rank of another run is at work here."""
         end = time.monotonic() + wait
         while True:
             try:

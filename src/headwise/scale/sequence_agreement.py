@@ -14,7 +14,7 @@ from .ranks import Ranks
 
 
 def describe_call(module: nn.Module, args: list[Any], options: dict[str, Any], tokens: int, zigzag: bool) -> str:
-    """What must be the same on all ranks in a call of a module; of tensors with this rank's tokens, all but them."""
+    """What must be equal on all ranks in a call of a module; tensors of this rank's tokens without the token axis."""
     parts = [
         describe_arguments([_shared(x, tokens) for x in args]),
         f"zigzag {zigzag}",
@@ -30,7 +30,7 @@ def _shared(x: Any, tokens: int) -> Any:
 
 
 def describe_mode(module: nn.Module, options: Mapping[str, Any]) -> str:
-    """What a call depends on beside its arguments."""
+    """What a call depends on besides its arguments."""
     parts = [f"{'without' if options.get('positions') is None else 'with'} positions"]
     parts.append("training" if module.training else "not training")
     if torch.is_grad_enabled():

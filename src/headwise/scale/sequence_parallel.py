@@ -1,8 +1,8 @@
 """Sequence parallel: between the split layers of a stack, each rank holds the residual stream of some tokens.
 
-The stream is a DTensor of PyTorch's, sharded over the tokens. Norms compute on it by PyTorch's SequenceParallel; split
+The stream is a PyTorch DTensor, sharded over the tokens. PyTorch's SequenceParallel computes the norms on it; split
 layers gather all tokens before their column-parallel part and scatter the sum after their row-parallel part, which
-together send what one all-reduce does.
+together send as many bytes as one all-reduce.
 """
 
 from __future__ import annotations

@@ -93,7 +93,7 @@ class SequencePlan:
         return sum(len(self.chunks[key]) * self._other_ranks(rank, self.attending[key]) for key in self.chunks_of(rank))
 
     def _other_ranks(self, rank: int, chunks: range) -> int:
-        """How many ranks beside this one hold one of these consecutive chunks."""
+        """How many ranks besides this one hold one of these consecutive chunks."""
         if self.zigzag:  # chunk r and chunk 2R - 1 - r are on rank r
             front = range(chunks.start, min(chunks.stop, self.ranks))
             back = range(2 * self.ranks - chunks.stop, 2 * self.ranks - max(chunks.start, self.ranks))
@@ -155,7 +155,7 @@ class SequencePlan:
 
 
 def _clipped_sum(first: int, count: int, low: int, high: int) -> int:
-    """The sum of so many consecutive whole numbers, each brought into low ... high first."""
+    """The sum of this many consecutive whole numbers, each brought into low ... high first."""
     below = min(count, max(0, low - first))
     above = min(count - below, max(0, first + count - 1 - high))
     between = count - below - above

@@ -20,10 +20,11 @@ def shard_sequence(x: Tensor, dim: int, *, zigzag: bool = True, mesh: DeviceMesh
     """The tokens of a whole sequence that belong on this rank.
 
     Args:
-        x: the whole, the same on all ranks.
+        x: the whole sequence, the same on all ranks.
         dim: of the tokens.
         zigzag: a chunk from either end of the sequence per rank, for causal attention; otherwise consecutive chunks.
-        mesh: of the ranks; all by default. A mesh of one dimension, or one with a dimension named "cp".
+        mesh: the device mesh of the ranks; all ranks by default. A one-dimensional mesh, or a mesh with a dimension
+            named "cp".
 
     Example:
         >>> q, k, v = (headwise.scale.shard_sequence(x, 2) for x in (q, k, v))
@@ -42,7 +43,7 @@ def gather_sequence(x: Tensor, dim: int, *, zigzag: bool = True, mesh: DeviceMes
         x: this rank's tokens.
         dim: of the tokens.
         zigzag: how the tokens were split.
-        mesh: of the ranks; all by default.
+        mesh: the device mesh of the ranks; all ranks by default.
     """
     ranks = ranks_of(mesh, dimension=DIMENSION)
     counts = ranks.agree("the parts of a sequence", f"{x.dtype}, zigzag {zigzag}", number=x.shape[dim])
@@ -56,7 +57,7 @@ def gather_sequence(x: Tensor, dim: int, *, zigzag: bool = True, mesh: DeviceMes
 
 
 def local_positions(tokens: int, *, zigzag: bool = True, mesh: DeviceMesh | None = None) -> Tensor:
-    """The positions of this rank's tokens in a sequence of so many: (tokens here,)."""
+    """The positions of this rank's tokens in a sequence of `tokens` tokens: (tokens here,)."""
     ranks = ranks_of(mesh, dimension=DIMENSION)
     return torch.tensor(SequencePlan(tokens, ranks.count, zigzag=zigzag).positions(ranks.rank), device=ranks.device)
 
@@ -67,7 +68,7 @@ def positions_of_counts(counts: Sequence[int], rank: int, zigzag: bool) -> Tenso
 
 
 def plan_of_counts(counts: Sequence[int], left: int | None, right: int | None, zigzag: bool) -> SequencePlan:
-    """The plan of a sequence of which the ranks hold so many tokens each; refused where it is split in another way."""
+    """The plan of a sequence from the number of tokens on each rank; refused if it is split in another way."""
     return _plan_of_counts(tuple(counts), left, right, zigzag)
 
 

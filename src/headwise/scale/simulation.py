@@ -45,7 +45,7 @@ class Bytes:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedRank:
-    """One layer of a model on one rank, split in one way: what was counted, and what the cost model says."""
+    """One layer of a model on one rank, split in one way: counted bytes, and the prediction of the cost model."""
 
     way: str  # as in `Cost`
     rank: int
@@ -55,7 +55,7 @@ class SimulatedRank:
 
     @property
     def exact(self) -> bool:
-        """Whether the cost model has every byte."""
+        """Whether the cost model predicts every byte."""
         return self.counted == self.formula
 
     def to_json(self) -> dict[str, Any]:
@@ -72,9 +72,9 @@ def simulate(
     simulated: Iterable[int] | None = None,
     ways: Iterable[str] = ("heads", "sequence", "weights"),
 ) -> list[SimulatedRank]:
-    """Run one layer of a decoder, forward and backward, as some of so many ranks, and count the bytes that each sends.
+    """Run one layer of a decoder, forward and backward, as some of the ranks, and count the bytes that each sends.
 
-    It takes no cluster: one process is one rank after another, the others exist only in numbers.
+    This needs no cluster: one process acts as one rank after another; the other ranks are only simulated.
 
     Args:
         model: a famous name ("llama2-70b"), or the config of a model that `headwise.Decoder` can build.
@@ -131,7 +131,7 @@ def _shape(model: str | Mapping[str, Any]) -> Shape:
 
 @contextmanager
 def _fake_ranks(rank: int, count: int) -> Iterator[DeviceMesh]:
-    """A fake process group in which this process is one of so many ranks, and its mesh."""
+    """A fake process group in which this process is one of this many ranks, and its mesh."""
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     _clear_sharding_prop_cache()  # of DTensor, which takes a process to be one rank: shapes of shards are in it
@@ -163,7 +163,7 @@ class _Run:
         return Decoder(self.shape, dtype=self.dtype, device="meta").blocks[0]
 
     def count(self, block: nn.Module, batch: int, tokens: int, after: Callable[[], None] = lambda: None) -> Bytes:
-        """A training step of a split block with so many tokens on this rank; `after` sums gradients."""
+        """A training step of a split block with this many tokens on this rank; `after` sums gradients."""
         device = next(block.parameters()).device
         x = torch.empty(batch, tokens, self.shape.width, dtype=self.dtype, device=device, requires_grad=True)
         with count_traffic() as forward:

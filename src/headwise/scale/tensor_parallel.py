@@ -1,7 +1,7 @@
-"""Tensor parallel: attention, blocks and stacks of headwise's whose heads are split over ranks.
+"""Tensor parallel: headwise's attention, blocks and stacks with their heads split over ranks.
 
-Every rank gets the same input and gives the same output. W_Q, W_K and W_V are column parallel and W_O row parallel; one
-all-reduce follows W_O, and one the feed-forward layer. A rank computes whole heads. All parameters are DTensors: in
+Every rank gets the same input and returns the same output. W_Q, W_K and W_V are column parallel and W_O row parallel;
+one all-reduce follows W_O, and one the feed-forward layer. A rank computes whole heads. All parameters are DTensors: in
 equal chunks, or replicated (embeddings, norms and the output layer).
 """
 
@@ -56,7 +56,7 @@ class SplitAttention(MultiHeadAttention):
     _head_numbers: Tensor  # of this rank's query heads, in the whole layer
 
     def forward(self, query: Tensor, key: Tensor | None = None, value: Tensor | None = None, **options: Any) -> Any:
-        """As MultiHeadAttention.forward."""
+        """Like MultiHeadAttention.forward."""
         if self.training and self.dropout > 0:
             if torch.compiler.is_compiling():
                 recorded_seeds.append(torch.randint(2**62, (), device=query.device) + self.ranks.rank)
@@ -75,12 +75,12 @@ class SplitAttention(MultiHeadAttention):
         return out, gather_heads(weights, self.plan, self.ranks)
 
     def weights(self, query: Tensor, key: Tensor | None = None, *, heads: Any = None, **options: Any) -> Tensor:
-        """As MultiHeadAttention.weights, of all heads, on every rank."""
+        """Like MultiHeadAttention.weights, for all heads, on every rank."""
         weights = gather_heads(super().weights(query, key, **options), self.plan, self.ranks)
         return weights if heads is None else weights[:, pick("head", heads, self.plan.heads.query)]
 
     def stats(self, query: Tensor, key: Tensor | None = None, value: Tensor | None = None, **options: Any) -> HeadStats:
-        """As MultiHeadAttention.stats, of all heads, on every rank."""
+        """Like MultiHeadAttention.stats, for all heads, on every rank."""
         return gather_stats(super().stats(query, key, value, **options), self.plan, self.ranks)
 
     @property
@@ -178,24 +178,26 @@ def split_heads(
     timeout: float | None = None,
     checked: bool | str = True,
 ) -> Any:
-    """Split the heads of an attention, a block or a stack over ranks, in place.
+    """Split the heads of an attention module, a block or a stack over ranks, in place.
 
-    All ranks must call this with the same module, and must then make the same calls of it with the same inputs.
+    All ranks must call this with the same module, and must then call the module in the same way with the same inputs.
 
     Args:
-        module: headwise.MultiHeadAttention, or anything that contains some; feed-forward layers in it are split too.
-        mesh: of the ranks; all by default. A mesh of one dimension, as mesh["tp"] of a larger one, or one with a
-            dimension named "tp"; other dimensions are free for data parallelism (FSDP2).
-        sequence_parallel: between the layers of blocks and stacks each rank holds the residual stream of its tokens
-            alone: norms and sums are not repeated on every rank, and take less memory. Inputs and outputs stay whole.
-            Dropout must be 0, and tokens at least as many as ranks.
-        vocabulary: split the embedding table of tokens and the output layer of stacks too. With gradients, logits are
-            then a DTensor of each rank's tokens, for torch.distributed.tensor.parallel.loss_parallel; without, whole.
-        timeout: seconds that a rank waits for the others, in forward and in backward; that of their group by default.
-        checked: the ranks exchange 768 bytes before each call, so that ranks which disagree get an error instead of a
-            hang or wrong numbers. True compares shapes, options, dropout and the values of all inputs (floating-point
-            ones to rounding, in one pass over each input); "shapes" leaves out floating-point values; False compares
-            nothing.
+        module: a headwise.MultiHeadAttention or a module that contains some; its feed-forward layers are split too.
+        mesh: the device mesh of the ranks; all ranks by default. A one-dimensional mesh, such as mesh["tp"] of a larger
+            mesh, or a mesh with a dimension named "tp"; other dimensions can be used for data parallelism (FSDP2).
+        sequence_parallel: between the layers of blocks and stacks, each rank holds only the residual stream of its own
+            tokens, so that norms and sums are not repeated on every rank and take less memory. Inputs and outputs are
+            not sharded. Dropout must be 0, and there must be at least as many tokens as ranks.
+        vocabulary: also split the token embedding table and the output layer of stacks. With gradients, the logits are
+            then a DTensor sharded over the vocabulary, for torch.distributed.tensor.parallel.loss_parallel; without
+            gradients they are not sharded.
+        timeout: seconds that a rank waits for the others, in forward and in backward; the time-out of their group by
+            default.
+        checked: whether the ranks exchange 768 bytes before each call, so that ranks that disagree raise an error
+            instead of hanging or computing wrong numbers. True compares shapes, options, dropout and the values of all
+            inputs (floating-point values up to rounding, in one pass over each input); "shapes" skips floating-point
+            values; False compares nothing.
 
     Returns:
         The module.

@@ -32,7 +32,7 @@ class Traffic(Counter[str]):
 
     @property
     def data(self) -> int:
-        """Of all kinds."""
+        """The bytes of all kinds."""
         return self.total()
 
 
@@ -55,7 +55,7 @@ def count_traffic() -> Iterator[Traffic]:
 
 @contextmanager
 def uncounted() -> Iterator[None]:
-    """Around communication that is no data: `count_traffic` leaves it out."""
+    """Context for communication that is not data, which `count_traffic` does not count."""
     token = _counts.set(False)
     try:
         yield

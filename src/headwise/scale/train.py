@@ -58,15 +58,15 @@ def recover(
     over: str = "ddp",
     **options: Unpack[RecoveryOptions],
 ) -> list[float]:
-    """headwise.prune's recovery over ranks. All ranks must call it, with the same models and batches.
+    """headwise.prune.recover over ranks. All ranks must call it, with the same models and batches.
 
     Args:
         pruned: the model to train, in place; it gets the same weights on all ranks.
         full: the model that it was pruned from.
-        batches: of model inputs, which are taken in turn.
-        steps: of training.
+        batches: model inputs, taken in turn.
+        steps: the number of training steps.
         over: "ddp" or "fsdp".
-        options: as in the recovery of one process; progress is called on the first rank only.
+        options: as in headwise.prune.recover; progress is called on the first rank only.
 
     Returns:
         The loss of every step.

@@ -32,10 +32,10 @@ def load_split(name: Any = DEFAULT, *, attn_implementation: str | None = None, d
         attn_implementation, dtype: as in headwise.load.
 
     Returns:
-        The model; in a single process the whole one.
+        The model; in a single process, the whole model.
 
     Raises:
-        RankError: where the number of ranks does not divide the model's heads; it names the numbers that do.
+        RankError: if the number of ranks does not divide the model's heads; the message names the numbers that do.
 
     Example:
         >>> with headwise.scale.init_ranks():

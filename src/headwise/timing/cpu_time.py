@@ -40,7 +40,7 @@ def race_on_one_thread(
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Inside, PyTorch computes on one thread; the earlier number is put back."""
+    """Inside, PyTorch computes on one thread; the earlier number is restored."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

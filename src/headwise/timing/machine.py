@@ -1,4 +1,4 @@
-"""The machine that a benchmark ran on: figures mean little without it."""
+"""The machine that a benchmark ran on; results mean little without it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Equal attention: the statistics of a head that spreads its weight evenly over all visible keys."""
+"""Uniform attention: the statistics of a head that spreads its weight evenly over all visible keys."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ OFFSETS = (("previous", -1), ("next", 1), ("self", 0))
 
 
 class EqualAttention:
-    """Statistics of equal attention over the visible keys, accumulated block by block while the weights are read."""
+    """Statistics of uniform attention over the visible keys, accumulated block by block while the weights are read."""
 
     def __init__(self, record: LayerRecord, delimiter: np.ndarray) -> None:
         self.record, self.delimiter = record, delimiter

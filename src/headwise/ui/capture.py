@@ -92,7 +92,7 @@ class LayerRecord:
 
 @dataclass(eq=False)
 class Pass:
-    """What a model computed for its texts."""
+    """The record of what a model computed for its texts."""
 
     name: str
     text: str

@@ -28,7 +28,7 @@ class Overlays:
 
     tables: dict[str, dict[str, Any]] = field(default_factory=dict)  # name -> kind -> (layers, heads)
     about: dict[str, str] = field(default_factory=dict)  # name -> what it is
-    equal: dict[str, dict[str, Any]] = field(default_factory=dict)  # name -> kind -> (layers,): equal attention's
+    equal: dict[str, dict[str, Any]] = field(default_factory=dict)  # name -> kind -> (layers,): uniform attention's
     roles: list[dict[str, Any]] = field(default_factory=list)  # kind, layer, head, role, score, baseline, low, high
     signed: list[str] = field(default_factory=list)  # names whose sign matters: 0 has the neutral colour
 

@@ -201,7 +201,7 @@ def _number(x: Any) -> float | None:
 
 
 def _equal_scores(pass_: Pass, overlays: Overlays) -> dict[str, list[float | None]]:
-    """Scores of equal attention per layer, from an atlas."""
+    """Scores of uniform attention per layer, from an atlas."""
     scores = {}
     for name, kinds in overlays.equal.items():
         remaining = {kind: list(values) for kind, values in kinds.items()}
@@ -361,7 +361,7 @@ def steps(record: LayerRecord, heads: Sequence[int]) -> dict[str, Any] | None:
 
 
 def _has_more_options(reading: Reading) -> bool:
-    """Whether scores depend on options that the page does not know."""
+    """Whether scores depend on options that the page does not support."""
     options = reading.options
     tensors = any(options.get(name) is not None for name in ("slopes", "gates", "starts", "lengths"))
     return tensors or options.get("keep_first", 0) != 0

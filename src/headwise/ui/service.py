@@ -1,4 +1,4 @@
-"""Models behind the page: answers the requests that the page sends to a server or a notebook."""
+"""The models behind the page: answers requests that the page sends to a server or a notebook."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Service:
 
     @property
     def live(self) -> dict[str, Any]:
-        """What the page knows about this service."""
+        """The facts about this service that the page receives."""
         return {"models": self.names, "text": self.text, "target": self.target, "longest": self.longest}
 
     def load(self, name: str) -> tuple[Any, Any]:

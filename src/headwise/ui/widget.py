@@ -43,16 +43,16 @@ def view(
     Args:
         text: the text; or one or two passes that `headwise.ui.capture.run` recorded.
         model: a model or its name; the bundled model by default.
-        image: a file, or an image of Pillow, in place of the text; the model is then a vision model.
-        tokenizer: of the model, if it is not found by name.
-        processor: transformers' image processor of a vision model, if it is not found by name.
+        image: a file or a Pillow image, instead of a text; the model must then be a vision model.
+        tokenizer: the tokenizer of the model, if it cannot be found by name.
+        processor: the transformers image processor of a vision model, if it cannot be found by name.
         against: a second text, to compare with the first.
-        beside: a second model on the same text, by name or as (model, tokenizer).
-        target: input of the decoder of an encoder-decoder model; with an image, the text beside it.
-        off: {layer: [heads]} to switch off; compared with the same pass with all heads on.
-        heads: such as "3.1", or several; shown first.
+        beside: a second model to compare with on the same text, by name or as (model, tokenizer).
+        target: the decoder input of an encoder-decoder model; with an image, the text that goes with it.
+        off: {layer: [heads]} to switch off; the result is compared with the same pass with all heads on.
+        heads: a head such as "3.1", or several, to show first.
         scores: to colour the map by: importance, an atlas, or {name: {kind: (layers, heads)}}.
-        truncate: cut a text that is too long for the model.
+        truncate: truncate a text that is too long for the model.
 
     Returns:
         A Jupyter widget if anywidget is installed, else a `Page`. Both have `.save(path)`, which writes one HTML file.

@@ -1,7 +1,7 @@
-"""Attention by blocks of query rows, in PyTorch: the backend that can do everything, in the memory of one block.
+"""Attention in blocks of query rows, in PyTorch: the backend that supports every option, with the memory of one block.
 
 The scores of a block are computed, masked, exponentiated and used at once. Softcap, sinks, dropout and learned biases
-are computed here, and so is whatever a fused kernel would get wrong.
+are computed here, and so are calls that a fused kernel would get wrong.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def why_not(q: Tensor, call: AttentionCall, extra: ExtraOutputs = NO_EXTRA) -> s
 
 
 def explain(call: AttentionCall) -> str:
-    """How this backend computes a call, in words."""
+    """Describe how this backend computes a call."""
     return "blocks of query rows in PyTorch"
 
 
@@ -380,7 +380,7 @@ def all_finite(x: Tensor) -> bool:
 
 
 def has_hidden_nonfinite(v: Tensor, visibility: Visibility) -> bool:
-    """Whether v holds NaN or infinities that are hidden from some query, where that is cheap to find out."""
+    """Whether v contains NaN or infinities that are hidden from some query; checked only if that is cheap."""
     return visibility.hides and visibility.readable and not all_finite(v)
 
 

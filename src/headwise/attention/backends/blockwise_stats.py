@@ -51,7 +51,7 @@ def why_not(q: Tensor, call: AttentionCall, extra: ExtraOutputs = NO_EXTRA) -> s
 
 
 def explain(call: AttentionCall) -> str:
-    """How this backend computes a call, in words."""
+    """Describe how this backend computes a call."""
     return "blocks of query rows in PyTorch"
 
 
@@ -72,7 +72,7 @@ def stats_without_values(q: Tensor, k: Tensor, call: AttentionCall, request: Sta
 
 
 def _no_weight(call: AttentionCall, request: StatsRequest) -> Tensor | None:
-    """(B, H, Tk) zeros, if the weight that keys receive is wanted."""
+    """(B, H, Tk) zeros, if the weight that keys receive is requested."""
     device, size = call.visibility.device, call.size
     shape = size.batch, size.heads, size.keys
     return torch.zeros(shape, dtype=_exact_dtype(device), device=device) if request.received else None

@@ -1,4 +1,4 @@
-"""A call composed of PyTorch's own operators: what no kernel of ours takes, and every gradient."""
+"""A call composed of PyTorch's own operators: for calls that none of our kernels supports, and for every gradient."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def attend(
 ) -> Tensor:
     """The output (B, H, Tq, Dv), by PyTorch's fused kernel where that is exact, else by blocks of rows.
 
-    recompute: it was computed before, and only its gradients are wanted. large: scores are, see blockwise.LARGE.
+    recompute: the output was computed before; only its gradients are needed. large: scores are large (blockwise.LARGE).
     """
     # PyTorch's counters of operations know matrix products, but not the fused kernel's backward
     out = None if large or (recompute and is_observed()) else _fused(q, k, v, call)
@@ -65,7 +65,7 @@ class Gradients(NamedTuple):
 
 
 def gradients(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, large: bool = False) -> Gradients:
-    """The gradients of all tensors of a call from that of its output (B, H, Tq, Dv), by computing the output again.
+    """The gradients of all tensors of a call from the gradient of its output (B, H, Tq, Dv), by recomputing the output.
 
     With gradients enabled, as they are in a backward with create_graph=True, the result is itself differentiable.
     """

@@ -1,4 +1,4 @@
-"""What every backend takes and gives: a call and the extra outputs wanted in, `Outputs` out."""
+"""The interface of every backend: it takes a call and the requested extra outputs, and returns `Outputs`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class ExtraOutputs(NamedTuple):
-    """What is wanted of a backend besides the output."""
+    """The outputs that a call requests besides the attention output."""
 
     stats: StatsRequest | None = None
     lse: bool = False  # each row's log-sum-exp
@@ -53,7 +53,7 @@ class Backend(Protocol):
         """Why this backend cannot compute the call and the extra outputs, or None."""
 
     def explain(self, call: AttentionCall) -> str:
-        """How this backend computes the call, in words."""
+        """Describe how this backend computes the call."""
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, extra: ExtraOutputs = NO_EXTRA) -> Outputs:
         """Compute the call."""

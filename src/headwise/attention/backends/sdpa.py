@@ -1,6 +1,6 @@
 """Attention by PyTorch's fused kernel, F.scaled_dot_product_attention, called on visible keys only.
 
-The kernel knows the causal triangle and one mask. A window, an offset or lengths become slices of the keys for each
+The kernel supports the causal triangle and one mask. A window, an offset or lengths become slices of the keys for each
 block of queries, and a mask only where a block's edge needs one; queries that share a KV head are stacked, so that
 decoding reads each KV head once.
 """
@@ -164,7 +164,7 @@ def _band(visibility: Visibility, blocks: list[slice], dtype: torch.dtype) -> Ba
 
 
 def explain(call: AttentionCall) -> str:
-    """How this backend computes a call, in words."""
+    """Describe how this backend computes a call."""
     size, visibility = call.size, call.visibility
     if separate_sequences(visibility):
         return f"{size.batch} calls of PyTorch's kernel, one per sequence, since their lengths differ"
@@ -293,7 +293,7 @@ def _backward_in_operators(
 def _flash_in_operators(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float, first: int = 0
 ) -> Tensor:
-    """What the flash kernel computes for the queries from `first` on, by operators that have every derivative."""
+    """The flash kernel's result for the queries from `first` on, by operators that have every derivative."""
     s = grouped_matmul(upcast(q) * scale, upcast(k).transpose(-1, -2))
     if causal:
         s = s.masked_fill(s.new_ones(s.shape[-2:], dtype=torch.bool).triu(1 + first), -torch.inf)

@@ -51,7 +51,7 @@ def load(stack: type[Stack], path: str | Path, dtype: torch.dtype | None, device
 
 
 def _allocate_nothing(stack: type[Stack], shape: Shape, tensors: int) -> Stack:
-    """A model on the meta device, for a file of so many tensors."""
+    """A model on the meta device, for a file of this many tensors."""
     if shape.layers > tensors:  # all layers would be built before a missing tensor is noticed
         raise CheckpointError(f"config.json says {shape.layers} layers, but the file has {tensors} tensors in all")
     try:

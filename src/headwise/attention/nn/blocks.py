@@ -54,11 +54,11 @@ class TransformerBlock(nn.Module):
         ffn: width of the feed-forward layer; 4 * d_model by default.
         activation: "relu", "gelu", "gelu_tanh" or "swiglu".
         norm: "layer" or "rms"; norm_eps is its epsilon.
-        pre_norm: x + f(norm(x)), as in today's models; else norm(x + f(x)), as in 2017.
+        pre_norm: x + f(norm(x)), as in most current models; otherwise norm(x + f(x)), as in the Transformer of 2017.
         cross: whether there is cross-attention to a memory.
         ffn_bias: whether the feed-forward layer has biases; as `bias` by default.
         window: the number of tokens that each token sees, itself included.
-        dropout: of weights and of each sublayer's output.
+        dropout: the dropout probability of attention weights and of each sublayer's output.
 
     Example:
         >>> block = headwise.TransformerBlock(512, 8, num_kv_heads=2, norm="rms", activation="swiglu")
@@ -111,9 +111,9 @@ class TransformerBlock(nn.Module):
         if window is not None:
             check_at_least(1, "window", window)
         self.pre_norm, self.window = pre_norm, None if window is None else (window - 1, 0)
-        self.streams: StreamingHeads | None = None  # set by headwise.streaming for as long as it lasts
+        self.streams: StreamingHeads | None = None  # set by headwise.streaming while its context is active
         self.attention, self.attention_norm = new_attention(position), new_norm()
-        # positions of the memory do not compare, so cross-attention has no rotary positions
+        # positions of query and memory are not comparable, so cross-attention has no rotary positions
         self.cross = new_attention(None) if cross else None
         self.cross_norm = new_norm() if cross else None
         ffn_bias = bias if ffn_bias is None else ffn_bias

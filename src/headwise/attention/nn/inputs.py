@@ -33,7 +33,7 @@ def range_of(x: Tensor, unknown: int = -1) -> tuple[int, int]:
 
 
 def key_mask(mask: Tensor | None, name: str, shape: Sequence[int], flat: bool = False) -> Tensor | None:
-    """A mask of real tokens (B, Tk) as attend takes it, (B, 1, 1, Tk) bool; one of four dimensions as it is."""
+    """A mask of real tokens (B, Tk) in attend's form, (B, 1, 1, Tk) bool; a 4-D mask is returned unchanged."""
     if mask is None or (mask.dim() == 4 and not flat):
         return mask
     if tuple(mask.shape) != tuple(shape):

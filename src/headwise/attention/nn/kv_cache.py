@@ -46,10 +46,10 @@ class KVCache:
         self._k: Tensor | None = None  # (B, Hkv, capacity, D)
         self._v: Tensor | None = None
         self.layer: weakref.ref[Any] | None = None  # the module whose keys these are
-        self.recording = False  # whether torch.jit.trace or make_fx saw all of it come in
+        self.recording = False  # whether torch.jit.trace or make_fx recorded every update
 
     def check_layer(self, layer: Any) -> None:
-        """Refuse a layer other than the one whose keys these are, and a recording of a cache that was filled before."""
+        """Refuse a layer that does not own these keys, and a recording of a cache that was filled before it began."""
         recording = is_recording()
         if recording and self.length and not self.recording:
             raise UnsupportedError(
@@ -65,7 +65,7 @@ class KVCache:
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        """Of a copy: it is of the layer that uses it next, which may be a copy too."""
+        """The state of a copy, without its layer: the copy belongs to the layer that uses it next."""
         return {**vars(self), "layer": None}
 
     def positions(self, count: int, device: torch.device) -> Tensor:
@@ -92,10 +92,10 @@ class KVCache:
         self.length, self.fill, self._k, self._v, self.layer = 0, None, None, None, None
 
     def reorder(self, indices: Tensor) -> None:
-        """Sequence i becomes what sequence indices[i] was: beams, or several continuations of one prompt.
+        """Replace sequence i by sequence indices[i], for beam search or several continuations of one prompt.
 
         Example:
-            >>> cache.reorder(torch.tensor([0, 0, 2]))  # the first sequence twice, the second no more
+            >>> cache.reorder(torch.tensor([0, 0, 2]))  # the first sequence twice, the second dropped
         """
         check_indices(indices, None if self._k is None else self._k.shape[0])
         if self._k is None or self._v is None:
@@ -106,7 +106,7 @@ class KVCache:
             self.fill = self.fill.index_select(0, indices.to(self.fill.device))
 
     def crop(self, length: int) -> None:
-        """Forget the tokens at and after `length`, as after rejected guesses.
+        """Drop the tokens at and after `length`, as after rejected draft tokens.
 
         Example:
             >>> cache.crop(cache.length - 3)  # the last three tokens
@@ -289,7 +289,7 @@ class MemoryCache(KVCache):
 
     def __init__(self) -> None:
         super().__init__()
-        self.queries = 0  # so far; their positions are consecutive
+        self.queries = 0  # queries so far; their positions are consecutive
 
     @property
     def memory(self) -> CachedKeys | None:
@@ -308,7 +308,7 @@ class MemoryCache(KVCache):
         self.queries = 0
 
     def crop(self, length: int) -> None:
-        """Forget the queries at and after `length`; the memory stays."""
+        """Drop the queries at and after `length`; the memory stays."""
         self.check_crop(length)
         self.queries = min(self.queries, length)
 
@@ -317,7 +317,7 @@ class MemoryCache(KVCache):
 
 
 def check_indices(indices: Tensor, batch: int | None) -> None:
-    """Refuse what are no numbers of sequences of a cache, which holds so many; None where it is empty."""
+    """Refuse indices that are not sequence numbers of a cache with `batch` sequences (None for an empty cache)."""
     if not isinstance(indices, Tensor) or indices.dim() != 1 or indices.dtype not in (torch.int64, torch.int32):
         got = f"{indices.dtype} {tuple(indices.shape)}" if isinstance(indices, Tensor) else repr(indices)
         raise CacheError(f"indices must be a tensor (B,) of whole numbers, got {got}; use torch.tensor([...])")
@@ -326,7 +326,7 @@ def check_indices(indices: Tensor, batch: int | None) -> None:
 
 
 def update_cache(cache: KVCache, k: Tensor, v: Tensor, lengths: Tensor | None) -> CachedKeys:
-    """Append k and v, and return what attention reads. Lengths of a memory concern this call only."""
+    """Append k and v, and return what attention reads. Lengths passed for a memory apply to this call only."""
     if isinstance(cache, MemoryCache):
         return cache.update(k, v)._replace(lengths=lengths)
     return cache.update(k, v, lengths)
@@ -334,7 +334,7 @@ def update_cache(cache: KVCache, k: Tensor, v: Tensor, lengths: Tensor | None) -
 
 @contextmanager
 def restored_on_error(cache: KVCache) -> Iterator[None]:
-    """Restore the cache where the body raises."""
+    """Restore the cache if the body raises."""
     before = dict(vars(cache)) if isinstance(cache, KVCache) else {}
     try:
         yield

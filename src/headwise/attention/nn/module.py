@@ -104,7 +104,7 @@ class MultiHeadAttention(nn.Module):
         position: Rotary(...) rotates queries and keys, Alibi(...) adds its bias to the scores.
         qk_norm: "rms" or "layer", normalises each head's queries and keys.
         softcap: c replaces each score s by c * tanh(s / c).
-        sinks: one learned logit per head in the softmax's denominator.
+        sinks: one learned logit per head in the softmax denominator.
 
     Example:
         >>> attention = headwise.MultiHeadAttention(512, num_heads=8, num_kv_heads=2, position=headwise.Rotary())
@@ -169,7 +169,7 @@ class MultiHeadAttention(nn.Module):
 
     @property
     def whole_heads(self) -> Heads:
-        """Those of all processes, where `heads` are this process's."""
+        """The heads of all processes, if `heads` are those of this process only."""
         return self.heads if self.partition is None else self.partition.heads
 
     def reset_parameters(self) -> None:
@@ -243,12 +243,12 @@ class MultiHeadAttention(nn.Module):
             key: (B, Tk, kdim) for cross-attention; the query by default.
             value: (B, Tk, vdim); the key by default.
             mask: as in `attend`, and so are causal, window, keep_first, lengths and gates.
-            cache: keys and values of earlier calls; lengths then count them, too.
-            positions: (T,) or (B, T), of the tokens for Rotary; by default they follow the cache.
+            cache: keys and values of earlier calls; lengths then include the cached keys.
+            positions: (T,) or (B, T), the token positions for Rotary; by default they continue after the cache.
             need_weights: also return the weights before dropout, (B, H, Tq, Tk).
 
         Returns:
-            (B, Tq, d_model), or with need_weights a pair of it and the weights.
+            The output (B, Tq, d_model), or with need_weights the pair (output, weights).
         """
         dropout = self.dropout if self.training else 0.0
         observer = observers.get(self) if observers else None
@@ -323,7 +323,7 @@ class MultiHeadAttention(nn.Module):
     def prune_heads(self, heads: Iterable[int]) -> MultiHeadAttention:
         """A smaller module without these query heads; its output equals this module's with their gates at zero.
 
-        A KV head is removed with its last query head. Uneven groups are padded with heads of zeros.
+        A KV head is removed together with its last query head. Uneven groups are padded with zeroed heads.
         """
         return conversion.pruned(self, heads)
 
@@ -331,13 +331,14 @@ class MultiHeadAttention(nn.Module):
     def from_torch(cls, module: nn.MultiheadAttention, *, batch_first: bool | None = None) -> MultiHeadAttention:
         """The same attention with the same weights, for inputs (B, T, d_model).
 
-        A module with batch_first=False takes (T, B, d_model), which would be misread silently: it is refused unless
-        batch_first=True says that inputs will be transposed. `headwise.replace_attention` keeps PyTorch's arguments.
+        A module with batch_first=False takes (T, B, d_model), which would be misread silently. It is refused unless you
+        pass batch_first=True to confirm that inputs will be transposed. `headwise.replace_attention` keeps PyTorch's
+        arguments.
         """
         return conversion.from_torch(cls, module, batch_first)
 
     def to_torch(self) -> nn.MultiheadAttention:
-        """The same attention as an nn.MultiheadAttention (batch first), or an error where it has no counterpart."""
+        """The same attention as an nn.MultiheadAttention (batch first); raises an error if it has no counterpart."""
         return conversion.to_torch(self)
 
     def extra_repr(self) -> str:
@@ -362,9 +363,9 @@ class MultiHeadAttention(nn.Module):
         gates: Tensor | None = None,
         values: bool = True,
     ) -> Projected:
-        """q, k and v of every head, with those of the cache; values=False: keys in place of v. Options as in forward.
+        """q, k and v of every head, including the cache; with values=False v is k. Options as in forward.
 
-        What forward, weights and stats have in common, and what a subclass that splits heads or tokens overrides.
+        forward, weights and stats share this method; subclasses that split heads or tokens over ranks override it.
         """
         position = self.position
         w_q = self.W_Q  # read once: a module's attributes are slow
@@ -404,7 +405,7 @@ class MultiHeadAttention(nn.Module):
         return Projected(q, k, v, options, slopes)
 
     def _is_plain(self) -> bool:
-        """Whether attention is of the three projections as they are: no positions, norms, sinks or other `project`."""
+        """Whether the plain projections are used: no positions, norms or sinks, and `project` not overridden."""
         return (
             self.position is None
             and self.q_norm is None
@@ -433,7 +434,7 @@ class MultiHeadAttention(nn.Module):
     def _split(
         self, linear: nn.Linear, x: Tensor, norm: nn.Module | None = None, positions: Tensor | None = None
     ) -> Tensor:
-        """(B, T, width) -> (B, heads, T, d_k): every head projects the whole of x; rotated where positions say so."""
+        """(B, T, width) -> (B, heads, T, d_k): every head projects the whole of x; rotated if positions are given."""
         y, dim = linear(x), self.heads.dim  # (B, T, heads * d_k)
         if norm is not None:
             y = norm(y.unflatten(-1, (-1, dim))).flatten(-2)

@@ -130,7 +130,7 @@ def _llama3(plain: Tensor, base: float, scaling: dict[str, Any]) -> tuple[Tensor
 
 
 def _yarn(plain: Tensor, base: float, scaling: dict[str, Any]) -> tuple[Tensor, float]:
-    """As llama3, but interpolated linearly over the pairs' numbers, and with sharper scores."""
+    """Like llama3, but interpolated linearly over the numbers of the pairs, and with sharper scores."""
     factor, pairs = scaling["factor"], plain.shape[0]
 
     def pair_with_rotations(times: float) -> float:
@@ -176,7 +176,7 @@ class Alibi:
     """ALiBi: a bias of -slope * distance on the scores, one slope per head, in place of position embeddings.
 
     Args:
-        slopes: one per head; those of the paper by default.
+        slopes: one per head; the slopes of the paper by default.
 
     Example:
         >>> headwise.MultiHeadAttention(512, 8, position=headwise.Alibi())
@@ -187,7 +187,8 @@ class Alibi:
     def for_heads(self, n: int) -> tuple[float, ...]:
         """The slopes of n heads, by default the paper's: 2^(-8/n), 2^(-16/n), ...
 
-        Where n is not a power of two: those of the power below it, then every second one of the power above.
+        If n is not a power of two: the slopes of the next lower power, then every second slope of the next higher
+        power.
         """
         if self.slopes is not None:
             if len(self.slopes) != n:

@@ -18,25 +18,26 @@ Model = TypeVar("Model", bound=nn.Module)
 def replace_attention(model: Model) -> Model:
     """Compute every nn.MultiheadAttention of a model with headwise's attention, in place.
 
-    The modules stay where they are, with their parameters, hooks and mode: only their class changes, and that of
-    nn.TransformerEncoderLayer around them. Optimizers, state dicts, shared modules and code that reads `batch_first`,
-    `in_proj_weight` and the like are not affected. `restore_attention` puts PyTorch's back.
+    The module objects stay, with their parameters, hooks and mode. Only their class changes, and that of
+    nn.TransformerEncoderLayer around them. Optimizers, state dicts, shared modules and code that reads attributes such
+    as `batch_first` and `in_proj_weight` are not affected. `restore_attention` restores PyTorch's classes.
 
-    Outputs are PyTorch's, but for queries with no visible keys (fully masked rows): PyTorch gives NaN, headwise zeros.
-    In inference nn.TransformerEncoderLayer would skip the module. It calls it, but for sequences of at most 256 tokens
-    without masks, which PyTorch's fused layer computes faster.
+    Outputs equal PyTorch's, except for queries with no visible keys (fully masked rows), where PyTorch returns NaN and
+    headwise returns zeros. In inference PyTorch's nn.TransformerEncoderLayer would bypass the module. The replaced
+    layer calls it, except for sequences of at most 256 tokens without masks, which PyTorch's fused layer computes
+    faster.
 
-    Subclasses of nn.MultiheadAttention have code of their own, quantised ones too. They stay as they are, and a warning
-    names them.
+    Subclasses of nn.MultiheadAttention, including quantised ones, have their own code. They are not changed, and a
+    warning names them.
 
     Args:
-        model: is changed.
+        model: changed in place.
 
     Returns:
         The same model.
 
     Raises:
-        UnsupportedError: there is no nn.MultiheadAttention that can be replaced; nothing has been changed.
+        UnsupportedError: if no nn.MultiheadAttention can be replaced; the model is then unchanged.
 
     Example:
         >>> encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(512, 8, batch_first=True), 6)
@@ -68,10 +69,10 @@ def replace_attention(model: Model) -> Model:
 
 
 def restore_attention(model: Model) -> Model:
-    """Make every module that `replace_attention` replaced PyTorch's own again, in place.
+    """Undo `replace_attention` in place: every replaced module gets PyTorch's class back.
 
     Args:
-        model: is changed; one without such modules stays as it is.
+        model: changed in place; a model without replaced modules is not changed.
 
     Returns:
         The same model.
@@ -98,7 +99,7 @@ def restore_attention(model: Model) -> Model:
 
 
 def _encoder_layers(model: nn.Module) -> list[nn.TransformerEncoderLayer]:
-    """PyTorch's own layers that alone use an attention module that was replaced."""
+    """PyTorch's own layers that are the only users of a replaced attention module."""
     parents: dict[nn.Module, set[nn.Module]] = {}
     for parent in model.modules():
         for child in parent.children():

@@ -30,7 +30,7 @@ class Sampling:
         temperature: divides the logits, 1 by default; below 1 probable tokens become more probable.
         top_k: only this many tokens of the highest logits may be sampled.
         top_p: only the most probable tokens, as few as have this share of the probability (after top_k).
-        seed: of the random numbers; without it, those of PyTorch's global generator.
+        seed: the seed of the random numbers; without it, PyTorch's global generator is used.
     """
 
     temperature: float | None = None

@@ -250,7 +250,7 @@ class Caches:
         return self.layers[0].length
 
     def reorder(self, indices: Tensor) -> None:
-        """Sequence i becomes what sequence indices[i] was, in every layer: beams, or several continuations of one."""
+        """Replace sequence i by sequence indices[i] in every layer, for beam search or several continuations."""
         starts: dict[int, SequenceStarts] = {}
         for cache in self._all():
             if isinstance(cache, StreamedCache):
@@ -262,7 +262,7 @@ class Caches:
             sequences.change(lambda rows: rows[indices.to(rows.device)])
 
     def crop(self, length: int) -> None:
-        """Forget the tokens at and after `length` in every layer, as after rejected guesses."""
+        """Drop the tokens at and after `length` in every layer, as after rejected draft tokens."""
         for cache in self._all():
             cache.check_crop(length)  # all or none
         for cache in self._all():
@@ -299,7 +299,7 @@ class Decoder(_Stack):
         >>> decoder.generate(ids, max_new_tokens=20, eos=2)  # (B, T + at most 20)
     """
 
-    # around the steps of `generate`; another one where the heads are split over processes
+    # wraps the steps of `generate`; replaced if the heads are split over processes
     decoding_context: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def __init__(self, shape: Shape, *, dropout: float = 0.0, **factory: Unpack[FactoryOptions]) -> None:
@@ -319,7 +319,7 @@ class Decoder(_Stack):
         return load(cls, path, dtype, device)
 
     def forward(self, ids: Tensor, **options: Unpack[DecoderOptions]) -> Tensor:
-        """ids (B, T) -> logits (B, T, vocab), or hidden states where there is no output layer. Options as in hidden."""
+        """ids (B, T) -> logits (B, T, vocab), or hidden states if there is no output layer. Options as in hidden."""
         return self.logits(self.hidden(ids, **options))
 
     def hidden(
@@ -336,12 +336,12 @@ class Decoder(_Stack):
         """ids (B, T) -> hidden states (B, T, d); with a cache, ids are the tokens that follow the cached ones.
 
         Args:
-            memory: (B, S, d), what cross-attention reads.
+            memory: (B, S, d), the input of cross-attention.
             mask: (B, all tokens so far), True or 1 for a real token; positions then count from the first real one.
             lengths: (B,), tokens at or past it do not exist.
             memory_mask: (B, S), the real tokens of the memory.
-            cache: what `Decoder.cache()` made; it is updated.
-            positions: (T,) or (B, T); by default they follow the cache.
+            cache: the result of `Decoder.cache()`; it is updated.
+            positions: (T,) or (B, T); by default they continue after the cache.
         """
         self._check_ids(ids)
         if lengths is not None and cache is not None and any(isinstance(layer, SlidingCache) for layer in cache.layers):
@@ -368,7 +368,7 @@ class Decoder(_Stack):
         return x if self.norm is None else self.norm(x)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """(B, T, d) -> (B, T, vocab); unchanged where there is no output layer."""
+        """(B, T, d) -> (B, T, vocab); unchanged if there is no output layer."""
         if self.shape.head == "tied":
             return self.embed.logits(hidden)
         return hidden if self.head is None else self.head(hidden)
@@ -376,7 +376,8 @@ class Decoder(_Stack):
     def cache(self, max_length: int | None = None) -> Caches:
         """Empty caches: they grow, or hold max_length tokens; layers with a window retain only what they see.
 
-        So do heads that stream, inside `headwise.streaming`; the other heads of their layers have a cache that grows.
+        Inside `headwise.streaming`, streaming heads also retain only what they see; the other heads of their layers
+        have a growing cache.
         """
         sequences = SequenceStarts()
 
@@ -409,7 +410,7 @@ class Decoder(_Stack):
             max_new_tokens: an upper bound.
             mask: (B, T), True or 1 for a real token; padding must be on the left.
             eos: one or more ids that end a sequence, which is then padded with the first of them.
-            memory: (B, S, d), what cross-attention reads; memory_mask (B, S) marks its real tokens.
+            memory: (B, S, d), the input of cross-attention; memory_mask (B, S) marks its real tokens.
             sampling: temperature, top_k, top_p and seed, as in `Sampling`; without any of them, decoding is greedy.
 
         Example:

@@ -1,4 +1,4 @@
-"""StreamedCache: the cache of a layer of headwise's own some of whose KV heads stream."""
+"""StreamedCache: the cache of one of headwise's own layers in which some KV heads stream."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class StreamedCache(KVCache):
-    """A cache in which KV heads that stream keep the first and the most recent keys, and the others keep all.
+    """A cache in which streaming KV heads keep the first and the most recent keys, and all others keep all keys.
 
     `Decoder.cache` makes it inside `headwise.streaming(decoder, plan)`. It implies the windows of its heads. Padding
     must be on the left, and there are no weights and statistics, since heads have different numbers of keys.
@@ -28,7 +28,7 @@ class StreamedCache(KVCache):
         self._shares_sequences = sequences is not None
 
     def update(self, k: Tensor, v: Tensor, lengths: Tensor | None = None) -> CachedKeys:
-        """The new keys and values alone; `attend` stores them."""
+        """Return only the new keys and values; `attend` stores them."""
         if lengths is not None:
             raise CacheError("a cache of heads that stream takes no lengths; give a mask, with padding on the left")
         return CachedKeys(k, v)
@@ -58,7 +58,7 @@ class StreamedCache(KVCache):
         self.sequences.change(lambda starts: starts[indices.to(starts.device)])
 
     def reorder_keys(self, indices: Tensor) -> None:
-        """`reorder` of this layer's keys alone; where the sequences begin is reordered once for all layers."""
+        """Reorder only this layer's keys; the starts of the sequences are reordered once for all layers."""
         check_indices(indices, self.keys.tensors[0].shape[0] if self.keys.length else None)
         if self.keys.length:
             self.keys.change(lambda x: x.index_select(0, indices.to(x.device)))

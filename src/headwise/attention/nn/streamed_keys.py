@@ -1,9 +1,9 @@
-"""The cached keys of a layer some of whose KV heads stream: those keep the first and the most recent keys alone.
+"""The cached keys of a layer in which some KV heads stream, keeping only the first and the most recent keys.
 
-Keys are stored as they are used, already rotated, so the streaming heads of a layer keep theirs in any order: token r
-of a sequence is in slot r of the first keep_first slots, or else in slot keep_first + (r - keep_first) % window. In a
-decoding step all filled slots are visible and nothing is masked. The other heads keep all keys in one allocation that
-grows. `StreamedKeys.attend` both attends and stores the new keys, since both depend on where each sequence begins.
+Keys are stored already rotated, so the streaming heads of a layer can store them in any order: token r of a sequence is
+in slot r of the first keep_first slots, or else in slot keep_first + (r - keep_first) % window. In a decoding step all
+filled slots are visible and nothing is masked. The other heads keep all keys in one allocation that grows.
+`StreamedKeys.attend` both attends and stores the new keys, since both depend on where each sequence begins.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class StreamingHeads:
     keep_first: int  # the first keys of the sequence
 
     def windows(self, heads: int) -> dict[str, Any]:
-        """attend's options window and keep_first for so many query heads; they do not hide later keys."""
+        """attend's options window and keep_first for this many query heads; they do not hide later keys."""
         streams = self.of_queries(heads)
         return {
             "window": tuple((self.window - 1, None) if here else (None, None) for here in streams),
@@ -41,7 +41,7 @@ class StreamingHeads:
         }
 
     def of_queries(self, heads: int) -> list[bool]:
-        """Which of so many query heads read a KV head that streams."""
+        """Which of this many query heads read a KV head that streams."""
         return [head // (heads // self.kv_heads) in self.streaming for head in range(heads)]
 
 
@@ -136,7 +136,7 @@ class SequenceStarts:
         return self.starts.to(device)[:, None]
 
     def step_places(self, position: int, keep_first: int, window: int) -> tuple[Tensor, Tensor]:
-        """Of the token at a position, in each sequence (B,): its slot, and how many slots are filled then."""
+        """For the token at a position, in each sequence (B,): its slot, and how many slots are then filled."""
         assert self.starts is not None
         key = position, keep_first, window
         if self._steps is None or self._steps[0] != key:  # all layers of a model ask for the same
@@ -295,7 +295,7 @@ class StreamedKeys:
     def __init__(self, heads: StreamingHeads) -> None:
         self.heads, self.kv_heads, self.streaming = heads, heads.kv_heads, sorted(heads.streaming)
         self.whole = [head for head in range(self.kv_heads) if head not in heads.streaming]
-        self.record_past = False  # whether new keys stay beside the ring until `crop`, so that it can undo them
+        self.record_past = False  # whether new keys stay outside the ring buffer until `crop`, so that it can undo them
         self.full, self.ring = GrowingKeys(), RingKeys(heads.window, heads.keep_first)
         self._tail: tuple[Tensor, Tensor] | None = None  # of streaming heads: keys and values that are not in the ring
 
@@ -354,7 +354,7 @@ class StreamedKeys:
         return self.ring.can_crop(length, sequences)
 
     def crop(self, length: int, sequences: SequenceStarts) -> None:
-        """Forget the tokens from a position on; tokens that wait beside the ring enter it."""
+        """Drop the tokens from a position on; tokens that wait outside the ring buffer enter it."""
         self.full.crop(length)
         if self._tail is not None:
             remaining = max(0, length - self.ring.length)
@@ -431,7 +431,7 @@ class StreamedKeys:
 
 
 def writable(x: Tensor) -> Tensor:
-    """A buffer that may be written to: one made in inference mode may not, outside of it."""
+    """A buffer that may be written to: buffers made in inference mode may not be written outside it."""
     return x.clone() if x.is_inference() and not torch.is_inference_mode_enabled() else x
 
 

@@ -1,4 +1,4 @@
-"""nn.TransformerEncoderLayer around headwise's attention: PyTorch's fused code where that is faster."""
+"""nn.TransformerEncoderLayer around headwise's attention; it uses PyTorch's fused code where that is faster."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ def _attention(mask: Tensor, size: MaskSizes) -> Tensor:
 
 
 def _padding(mask: Tensor, size: MaskSizes) -> Tensor:
-    """key_padding_mask (B, S) in four dimensions; bool where it says no more than that.
+    """key_padding_mask (B, S) in four dimensions; bool if it only hides keys.
 
     nn.TransformerEncoder makes its bool masks float, and keys that do not exist are cheaper to skip than to add to.
     """
@@ -116,12 +116,12 @@ def _merge(attention: Tensor, padding: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _as_bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """-inf where a bool mask hides; a float mask as it is."""
+    """-inf where a bool mask hides; a float mask is returned unchanged."""
     if mask.dtype != torch.bool:
         return mask
     return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, -torch.inf)
 
 
 def _visible(hidden: Tensor) -> Tensor:
-    """A mask in which True means "may attend", or a float one as it is."""
+    """A mask in which True means "may attend"; a float mask is returned unchanged."""
     return ~hidden if hidden.dtype == torch.bool else hidden

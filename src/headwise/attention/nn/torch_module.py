@@ -1,4 +1,4 @@
-"""nn.MultiheadAttention with headwise's attention inside: what `replace_attention` makes of PyTorch's module."""
+"""nn.MultiheadAttention with headwise's attention inside: the class that `replace_attention` gives to modules."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..torch_modes import cast_inputs
 from ..validation import shown
 from .torch_masks import MaskSizes, visible_keys
 
-# glibc maps larger blocks of memory anew each time, and the system clears their pages: then three products are faster
+# glibc maps larger blocks of memory again each time, and the system clears their pages: then three products are faster
 FUSED_BYTES = 32 << 20
 PYTORCHS_FORWARD = nn.MultiheadAttention.forward
 
@@ -173,7 +173,7 @@ class HeadwiseMultiheadAttention(nn.MultiheadAttention):
 
 
 def _keep_in_module(module: nn.Module, args: Any) -> None:
-    """A hook that does nothing: nn.TransformerEncoderLayer takes its fast path around modules without hooks alone."""
+    """A hook that does nothing: nn.TransformerEncoderLayer uses its fast path only if the module has no hooks."""
 
 
 def forbid_fast_path(module: nn.Module) -> None:

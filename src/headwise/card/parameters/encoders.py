@@ -44,7 +44,7 @@ def deberta_rows(s: Sizes) -> int:
 
 
 def deberta_attention(s: Sizes) -> int:
-    """One matrix for q, k, v with biases for q and v; more for relative positions, by which pairs are asked for."""
+    """One matrix for q, k, v with biases for q and v; more for relative positions, by which pairs are requested."""
     size = s.w * 3 * s.q + 2 * s.q + lin(s.q, s.w)
     if s("relative_attention"):
         pairs = s.node.value("pos_att_type") or []

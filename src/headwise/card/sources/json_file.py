@@ -1,4 +1,4 @@
-"""A JSON file that must hold an object, such as config.json; what it may be instead is named in the error."""
+"""A JSON file that must contain an object, such as config.json; the error names what it contains instead."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shapes that everybody names, as the configs they were published with; no file and no network needed."""
+"""Well-known models, as the configs they were published with; no file and no network needed."""
 
 from __future__ import annotations
 

@@ -45,15 +45,15 @@ class Accuracy(NamedTuple):
 
 @dataclass(frozen=True)
 class PromptPairs:
-    """Prompts with one-token answers, each beside a corrupted prompt of as many tokens.
+    """Prompts with one-token answers, each paired with a corrupted prompt of the same number of tokens.
 
     Attributes:
         name: of the task.
         description: what it is about.
         clean: prompts that `answers` continue.
-        corrupted: the same prompts with what decides the answer changed.
+        corrupted: the same prompts, with the words that decide the answer changed.
         answers: one token per prompt, as text.
-        others: the tokens that they are compared with.
+        others: the tokens that the answers are compared with.
         answer_ids: the answers as the tokenizer continues the clean prompts.
         other_ids: the same for the others.
         drawn: how many candidates were drawn.
@@ -120,13 +120,13 @@ class PromptPairs:
 def task(name: str, tokenizer: Any, *, count: int = COUNT) -> PromptPairs:
     """The pairs of a bundled task that fit a tokenizer, the same ones in every call.
 
-    A pair fits where both prompts have the same number of tokens and both answers continue the clean prompt by exactly
-    one token each.
+    A pair fits if both prompts have the same number of tokens and each of the two answers continues the clean prompt by
+    exactly one token.
 
     Args:
         name: "agreement", "colour", "greater-than", "induction", "ioi" (indirect object) or "successor".
         tokenizer: of the model that will read them.
-        count: how many pairs; fewer where not so many fit.
+        count: the number of pairs; fewer if not enough pairs fit.
 
     Raises:
         HeadwiseError: for an unknown task, or one of which fewer than 10 pairs fit.

@@ -73,7 +73,7 @@ def find_task(name: str) -> Task:
     """The task of a name.
 
     Raises:
-        HeadwiseError: where there is none, naming all.
+        HeadwiseError: if there is none, naming all.
     """
     if name not in task_names():
         raise HeadwiseError(f"there is no task {name!r}; there are {', '.join(task_names())}")

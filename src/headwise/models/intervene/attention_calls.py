@@ -1,4 +1,4 @@
-"""What attention functions are given, while a model runs: queries, keys and values, to be read or changed."""
+"""The inputs of attention functions while a model runs: queries, keys and values, to be read or changed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class HeadInputs(NamedTuple):
     answer: Callable[[Tensor, Tensor, Tensor], Tensor]  # attention by the model's own code: (B, Tq, H, Dv)
 
     def attend(self, query: Tensor | None = None, key: Tensor | None = None, value: Tensor | None = None) -> Tensor:
-        """(B, Tq, H, Dv): what the model's own attention gives, with other queries, keys or values than the call's."""
+        """(B, Tq, H, Dv): the output of the model's own attention for other queries, keys or values than the call's."""
         return self.answer(
             self.query if query is None else query,
             self.key if key is None else key,
@@ -48,8 +48,8 @@ def attention_calls(model: nn.Module, function: CallFunction, *, sites: Sequence
 
     Args:
         model: transformers', headwise's own, or one of nn.MultiheadAttention.
-        function: gets what the heads of a call are given; `attend` computes on it, or on something else, as the
-            model does. It returns the heads' outputs to use, or None to leave the call as it is.
+        function: gets the inputs of the heads of a call; `attend` computes on these or other inputs as the model does.
+            It returns the heads' outputs to use, or None to leave the call unchanged.
         sites: the layers; all by default.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What happens to the heads of one layer before W_O: gates that multiply them, or something in their place."""
+"""Changes to the heads of one layer before W_O: gates that multiply their outputs, or replacements."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _mean_lock = threading.Lock()  # threads may run the model at the same time
 
 @dataclass
 class HeadChange:
-    """What happens to the heads of one site."""
+    """The change to the heads of one site."""
 
     site: Site
     count: int  # of the site's query heads
     heads: list[int]  # those that are replaced
-    gates: Callable[[], Tensor] | None = None  # (H,), instead of a replacement; sliced anew in every pass
+    gates: Callable[[], Tensor] | None = None  # (H,), instead of a replacement; sliced again in every pass
     value: Value = "zero"
     total: Tensor | None = field(default=None, repr=False)  # sum of the outputs so far, (replaced heads, head width)
     tokens: int = 0  # in that sum
@@ -47,7 +47,7 @@ class HeadChange:
         return outputs.flatten(-2)
 
     def _replacement(self, outputs: Tensor, real: Tensor | None) -> Tensor:
-        """What takes the place of the outputs (..., replaced heads, head width)."""
+        """The replacement of the outputs (..., replaced heads, head width)."""
         if isinstance(self.value, Tensor):
             return self._broadcast(self.value.to(outputs.device), outputs)
         if self.value == "zero":

@@ -1,4 +1,4 @@
-"""What W_O is given, head by head, while a model runs: to be read, summed up or changed."""
+"""The input of W_O, head by head, while a model runs: to be read, summed or changed."""
 
 from __future__ import annotations
 

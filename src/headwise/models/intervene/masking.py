@@ -17,21 +17,22 @@ from .changes import HeadChange, Heads, Value, head_changes
 
 
 def mask_heads(model: nn.Module, heads: Heads, value: Value | ByLayer[Value] = "zero") -> MaskedHeads:
-    """Inside `with`, put something else in place of some heads' outputs before W_O.
+    """Inside `with`, replace the outputs of some heads before W_O.
 
-    Code that torch.compile made of the model runs uncompiled meanwhile, since compiled code calls no new hooks.
+    Compiled models run uncompiled inside the block, because compiled code does not call new hooks.
 
     Args:
-        model: a model, also compiled or wrapped. Attention that no class declares is known after one run in `watch`.
+        model: a model, also compiled or wrapped. Attention that no class declares is known after one run inside
+            `watch`.
         heads: {layer: [heads]}, where a layer is its number, (kind, number) or its module's path; or gates that
             multiply every head's output, differentiable: a tensor (layers, heads), {kind: such a tensor} for models
             with several kinds of attention, or {layer: (heads,) tensor}.
-        value: what takes the place of the heads' outputs: "zero"; "mean", each head's own mean over all tokens that
-            the model has been given so far; a tensor that broadcasts to (B, chosen heads, T, head width), such as the
+        value: the replacement of the heads' outputs: "zero"; "mean", each head's own mean over all tokens that the
+            model has processed so far; a tensor that broadcasts to (B, chosen heads, T, head width), such as the
             outputs that `watch` records; or {layer: one of these}.
 
     Returns:
-        A context manager. Its `heads` says which heads are replaced.
+        A context manager. Its `heads` lists the heads that are replaced.
 
     Raises:
         HeadwiseError: for layers and heads that the model does not have.

@@ -42,21 +42,21 @@ def load(
     distributed: DistributedConfig | None = None,
     into: torch.nn.Module | None = None,
 ) -> Any:
-    """A model in eval mode, with every weight from its file: one of transformers, or what headwise.save wrote.
+    """Load a model in eval mode, with every weight from its file: from transformers or headwise.save.
 
-    The class is the one that the checkpoint was saved from. Only safetensors are read. A plan that was saved with the
-    model, by headwise.save(model, path, plan=plan), is its attribute `stream_plan`, which headwise.streaming(model)
-    takes.
+    The class is the one that the checkpoint was saved from. Weights are read only from safetensors and GGUF files. A
+    plan that was saved with the model, by headwise.save(model, path, plan=plan), becomes its attribute `stream_plan`,
+    which headwise.streaming(model) uses.
 
     Args:
         name: a bundled name ("minilm", "smollm2"), a directory (also one that headwise.save wrote), a GGUF file, or a
             hub id.
         attn_implementation: transformers' name of the attention function, such as "sdpa", "eager" or "headwise".
-        dtype: of the weights; the file's own by default.
+        dtype: the dtype of the weights; that of the file by default.
         trust_remote_code: whether a model's own Python code may run.
         distributed: transformers' DistributedConfig; `headwise.scale.load_split` makes one.
-        into: for a directory that headwise.save wrote of a class which headwise cannot build: the model before any
-            pruning. The result is a copy of it, with the heads and weights of the file.
+        into: the model before any pruning, needed for a directory that headwise.save wrote for a class that headwise
+            cannot build. The result is a copy of this model with the heads and weights of the file.
 
     Returns:
         The model.
@@ -130,7 +130,7 @@ def tokenizer(name: str | os.PathLike[str] = DEFAULT, *, trust_remote_code: bool
     """The tokenizer of a model.
 
     Args:
-        name: as `load` takes it.
+        name: a name as in `load`.
         trust_remote_code: whether a tokenizer's own Python code may run.
 
     Returns:
@@ -156,7 +156,7 @@ def tokenizer(name: str | os.PathLike[str] = DEFAULT, *, trust_remote_code: bool
 
 
 def image_processor(name: str | os.PathLike[str]) -> Any:
-    """The image processor of a vision model, by its preprocessor_config.json; None where there is none."""
+    """The image processor of a vision model, by its preprocessor_config.json; None if there is none."""
     folder = directory(name, weights=False)
     with _errors_in_one_line(folder):
         _check_files(folder)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Inside `with`, transformers prints nothing; its settings are put back afterwards."""
+    """Inside `with`, transformers prints nothing; its settings are restored afterwards."""
     from transformers.utils import logging
 
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()

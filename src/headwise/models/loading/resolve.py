@@ -56,7 +56,7 @@ def resolve_image_model(model: Any, processor: Any = None, name: str | None = No
 
     Args:
         model: a name or path as `load` takes it, or a loaded transformers model.
-        processor: its image processor; by default the one beside a named model, None where there is none.
+        processor: its image processor; by default the one beside a named model, None if there is none.
         name: what to call the model; by default its name, or the class of a loaded model.
 
     Raises:

@@ -1,8 +1,8 @@
 """`headwise.streaming` and `headwise.HeadCache`: KV heads that see and keep only the first and the most recent keys.
 
-`context` puts our attention in place of a model's own while some of its heads stream. `head_cache` is the cache for it:
-it hands `deferred_keys` to the model, which `cached_attention` reads, where the mask tells the `padding`. `generation`
-gives the cache to `generate`. `own_decoder` is for headwise's own Decoder.
+`context` replaces a model's attention by ours while some of its heads stream. `head_cache` is the cache for it: it
+passes `deferred_keys` to the model, which `cached_attention` reads; `padding` finds the padding from the mask.
+`generation` passes the cache to `generate`. `own_decoder` is for headwise's own Decoder.
 """
 
 from __future__ import annotations

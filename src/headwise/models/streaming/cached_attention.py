@@ -19,7 +19,7 @@ REFUSED = {"position_bias": "a bias by position", "output_attentions": "attentio
 def attend_cached(call: ModelCall, recipe: MaskRecipe | None) -> tuple[Tensor, None]:
     """Answer an attention call whose keys are in a HeadCache: the output (B, Tq, H, Dv), and no weights.
 
-    recipe: how the call's mask was made, where that is known.
+    recipe: how the call's mask was made, if it is known.
     """
     keys, values = call.key, call.value
     if not isinstance(keys, DeferredKeys) or not isinstance(values, DeferredKeys) or keys.cached is not values.cached:

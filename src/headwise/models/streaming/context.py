@@ -35,23 +35,23 @@ from .saved_plan import attached_plan
 def streaming(model: nn.Module, plan: StreamPlan | None = None) -> Streaming | DecoderStreaming:
     """Inside `with`, the KV heads of a plan stream: their query heads see only the first and the most recent keys.
 
-    The first keys are the first real tokens of a sequence, also behind left padding. All other heads, and layers with a
-    sliding window of their own, see what they saw before. The layers of the plan attend by `headwise.attend` meanwhile,
-    whatever attn_implementation the model has; code that torch.compile made of it runs uncompiled. Everything is put
-    back at the end, also after an exception.
+    The first keys are the first real tokens of a sequence, also behind left padding. All other heads, and layers with
+    their own sliding window, are not affected. Inside the context the layers of the plan use `headwise.attend`,
+    whatever attn_implementation the model has, and compiled models run uncompiled. Everything is restored at the end,
+    also after an exception.
 
-    `model.generate` keeps its keys in a `headwise.HeadCache`, where streaming heads have only the keys that they see. A
-    cache that you choose, by past_key_values or cache_implementation, is used as it is: heads see the same keys, and
-    nothing is saved. So is the cache that a call of the model itself makes.
+    `model.generate` stores keys in a `headwise.HeadCache`, where streaming heads have only the keys that they see. A
+    cache that you choose, by past_key_values or cache_implementation, is used unchanged: heads see the same keys, but
+    no memory is saved. The same holds for the cache that a direct call of the model creates.
 
     Args:
         model: a decoder of transformers whose attention goes through its registry, or a `headwise.Decoder`, whose
             `cache` and `generate` then keep what the heads see.
-        plan: made for this model, by `headwise.stream_plan` or by hand; by default the one that it was saved with, by
-            headwise.save(model, path, plan=plan), where headwise.load(path) gave the model.
+        plan: made for this model, by `headwise.stream_plan` or manually. By default the plan that was saved with the
+            model by headwise.save(model, path, plan=plan), if the model was loaded with headwise.load(path).
 
     Returns:
-        A context manager. `watch`, `mask_heads` and `patch` work inside and around it.
+        A context manager. `watch`, `mask_heads` and `patch` can be used inside and around it.
 
     Raises:
         HeadwiseError: for a plan of another model.

@@ -14,8 +14,8 @@ from ...errors import UnsupportedError
 class DeferredKeys(Tensor):
     """New keys or values of a layer, on their way to the attention function that adds them to the cached ones.
 
-    It has the shape of all keys (B, Hkv, Tk, D) and no values: KV heads that stream have fewer keys than others, so
-    that there is no such tensor. Whatever computes on it gets an error in words.
+    It has the shape of all keys (B, Hkv, Tk, D) but no values: streaming KV heads have fewer keys than others, so no
+    such tensor exists. Any computation on it raises an error with an explanation.
     """
 
     added: Tensor  # (B, Hkv, T, D)

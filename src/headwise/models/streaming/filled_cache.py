@@ -13,7 +13,7 @@ from .head_cache import HeadCache
 
 
 def filled_cache(model: Any, plan: StreamPlan | None, layers: tuple[StreamLayer, ...], context: int) -> Any:
-    """A cache as after so many tokens of one sequence.
+    """A cache as after this many tokens of one sequence.
 
     Args:
         model: it will run with the cache.

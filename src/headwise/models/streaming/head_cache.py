@@ -23,16 +23,17 @@ def _refuse(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 class HeadCache(Cache):
-    """A cache for `past_key_values`, in which the KV heads of a plan keep `keep_first` first and `window` recent keys.
+    """A cache for `past_key_values` in which the KV heads of a plan keep `keep_first` first and `window` recent keys.
 
-    The other heads keep all keys, and layers with a sliding window of their own keep what transformers keeps for them.
-    What a model generates with it is what it generates with all keys and a mask per head.
+    The other heads keep all keys, and layers with their own sliding window keep what transformers keeps for them. The
+    generated tokens are those of the same model with all keys and one mask per head.
 
-    It needs our attention function: load the model with attn_implementation="headwise" (after `headwise.register()`),
-    or run it inside `headwise.streaming(model, plan)`, where `generate` makes a HeadCache by itself. Every other
-    attention function is refused, in words. Padding must be on the left. Beams, prompts in chunks, several turns of a
-    chat and assisted decoding work; `crop` is refused where the tokens to remove have overwritten others, unless
-    `activate_past_recording()` was called before they came, as assisted decoding does.
+    It needs headwise's attention function: load the model with attn_implementation="headwise" (after
+    `headwise.register()`), or run it inside `headwise.streaming(model, plan)`, where `generate` creates a HeadCache by
+    itself. Every other attention function is refused with an error message. Padding must be on the left. Beams, prompts
+    in chunks, several turns of a chat and assisted decoding work; `crop` is refused if the tokens to remove have
+    overwritten older tokens, unless `activate_past_recording()` was called before they were added, as assisted decoding
+    does.
 
     Args:
         plan: made for the model.
@@ -73,8 +74,8 @@ class HeadCache(Cache):
     def memory_bytes(self) -> int:
         """Bytes that are allocated for keys and values.
 
-        Heads that keep all keys have room for a quarter more, or for 64 tokens; those that stream have all of their
-        keep_first + window slots at once.
+        Heads that keep all keys have room for a quarter more tokens, at least 64; streaming heads have all of their
+        keep_first + window slots allocated at once.
         """
         storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in self._tensors()}
         return sum(storages.values())

@@ -1,4 +1,4 @@
-"""Where the sequences of a batch begin, by the mask of an attention call: a HeadCache itself is given no mask."""
+"""Where the sequences of a batch begin, from the mask of an attention call, because a HeadCache receives no mask."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ def sequence_starts(call: ModelCall, recipe: MaskRecipe | None, cached: int) -> 
 
     Args:
         call: queries that follow the cached tokens; its keys have the number of all tokens.
-        recipe: how its mask was made, where that is known.
+        recipe: how its mask was made, if it is known.
         cached: tokens in the cache.
 
     Raises:
-        UnsupportedError: where anything but causality and padding on the left hides keys.
+        UnsupportedError: if anything but causality and padding on the left hides keys.
     """
     name = type(call.module).__name__
     if call.options.get("cu_seq_lens_q") is not None or (recipe is not None and recipe.sequence_numbers is not None):

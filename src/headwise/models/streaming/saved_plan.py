@@ -29,7 +29,7 @@ def attach_saved_plan(model: Model, folder: Path) -> Model:
 
 
 def plan_to_save(model: Any, plan: StreamPlan | None) -> StreamPlan | None:
-    """The plan to save with a model: the one that is given, or else the one it was loaded with, where that fits."""
+    """The plan to save with a model: the given plan, or else the one it was loaded with, if it still fits."""
     if plan is not None:
         check_plan(model, plan)
         return plan

@@ -72,27 +72,27 @@ def adapt(
 ) -> Cls:
     """Declare where an attention class has its projections, so that its heads can be masked and pruned.
 
-    It holds for subclasses too. Names are those of the class's attributes, dotted where they are nested. A library can
-    declare its classes itself: an entry point of the group `headwise.adapters` is a function without arguments that
-    calls this.
+    The declaration also applies to subclasses. Names are attribute names of the class, with dots if they are nested. A
+    library can declare its own classes: an entry point of the group `headwise.adapters` is a function without arguments
+    that calls `adapt`.
 
     Args:
         cls: the class whose forward computes attention.
         output: W_O, a linear layer that mixes the heads.
         heads: the attribute with the number of query heads, or the number.
-        kv_heads: the same for KV heads, where there are fewer.
+        kv_heads: the same for KV heads, if there are fewer.
         query: W_Q, a linear layer whose rows are one query head after the other.
         key: W_K, by KV heads.
         value: W_V, by KV heads.
         qkv: one linear layer in place of these three.
-        layout: of its rows: "qkv" has all queries, then all keys, then all values; "grouped" has for each KV head its
-            query heads, its key and its value.
+        layout: the row layout of `qkv`: "qkv" has all queries, then all keys, then all values; "grouped" has for each
+            KV head its query heads, its key and its value.
 
     Returns:
         The class.
 
     Raises:
-        HeadwiseError: for anything but a module class, and for a declaration that is not whole.
+        HeadwiseError: if `cls` is not a module class, or the declaration is incomplete.
 
     Example:
         >>> headwise.adapt(SelfAttention, query="W_Q", key="W_K", value="W_V", output="W_O", heads="n_heads")
@@ -134,7 +134,7 @@ def find_adapter(cls: Any) -> Adapter | None:
 
 
 def member(module: nn.Module, path: str) -> Any:
-    """An attribute of a module by its dotted path; None where there is none."""
+    """An attribute of a module by its dotted path; None if there is none."""
     value: Any = module
     for part in path.split("."):
         value = getattr(value, part, None)
@@ -154,7 +154,7 @@ def _number(module: nn.Module, name: str | int, argument: str) -> int:
 
 
 def _load_entry_points() -> None:
-    """Run the adapters that installed libraries ship; one that fails is named, and the others go on."""
+    """Run the adapters of installed libraries; a failing adapter is named, and the others still run."""
     if not _pending:
         return
     with _lock:

@@ -1,4 +1,4 @@
-"""Position biases with an entry per head that are made outside of the attention layer which uses them."""
+"""Position biases with an entry per head that are made outside the attention layer which uses them."""
 
 from __future__ import annotations
 

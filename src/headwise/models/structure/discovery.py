@@ -77,7 +77,7 @@ def source_of(cls: ModuleClass) -> Source | None:
 
 
 def _places_in_lists(parts: list[str], lists: set[str]) -> list[int]:
-    """Where a path goes on with a place in a list. The model itself, such as a pipeline of models, counts last."""
+    """Where a path continues with an index of a list. The model itself, such as a pipeline of models, counts last."""
     places = [i for i in range(len(parts)) if ".".join(parts[:i]) in lists and parts[i].isdigit()]
     return [i for i in places if i > 0] or places
 
@@ -91,7 +91,7 @@ def uses_registry(cls: ModuleClass) -> bool:
 
 @functools.cache
 def forward_source(cls: ModuleClass) -> str:
-    """The source code of a class's forward; empty where there is none."""
+    """The source code of a class's forward; empty if there is none."""
     try:
         return inspect.getsource(inspect.unwrap(cls.forward))
     except (OSError, TypeError, AttributeError):  # AttributeError: scripted modules
@@ -100,7 +100,7 @@ def forward_source(cls: ModuleClass) -> str:
 
 @functools.cache
 def class_source(cls: ModuleClass) -> str:
-    """The source code of a class and of its bases outside of torch."""
+    """The source code of a class and of its bases outside torch."""
     sources = []
     for base in cls.__mro__:
         if base.__module__.startswith(("torch.", "builtins")):

@@ -132,7 +132,7 @@ def head_numbers(site: Site, requested: Any, count: int | None) -> list[int]:
 
 
 def _check_layout(site: Site, heads: int, width: int) -> None:
-    """Refuse a W_O that reads anything beside the heads: ConvBERT, for example, has convolutions there."""
+    """Refuse a W_O that reads anything besides the heads: ConvBERT, for example, has convolutions there."""
     for name in HEAD_DIM:
         dim = getattr(site.module, name, None)
         if isinstance(dim, int) and dim > 0:

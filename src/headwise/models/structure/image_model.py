@@ -18,7 +18,7 @@ def image_model(model: Any, *, name: str | None = None) -> tuple[Any, tuple[str,
 
     Args:
         model: one that reads images, or images and text.
-        name: what the user calls the model; its class's name where there is none.
+        name: what the user calls the model; its class's name if there is none.
 
     Returns:
         The part, and notes for the user: `(TOWER_ONLY,)` or `(ENCODER_ONLY,)` where something is left out.

@@ -45,7 +45,7 @@ def whole_weight(linear: nn.Module) -> Tensor:
     """The weight of a linear layer, whole also where it is a DTensor: all ranks must then call this.
 
     Raises:
-        UnsupportedError: where this rank has a part of it that is no DTensor.
+        UnsupportedError: if this rank has a part of it that is no DTensor.
     """
     weight: Any = linear.get_parameter("weight").detach()
     weight = weight.full_tensor() if hasattr(weight, "full_tensor") else weight

@@ -34,7 +34,7 @@ _layers: weakref.WeakKeyDictionary[nn.Module, list[ObservedLayer]] = weakref.Wea
 
 
 def observed_layers(module: nn.Module) -> list[ObservedLayer]:
-    """The layers that a module was seen to serve, in the order of its calls; empty where none was."""
+    """The layers that a module was seen to serve, in the order of its calls; empty if none was."""
     with _lock:
         return list(_layers.get(module, ()))
 

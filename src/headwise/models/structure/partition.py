@@ -37,13 +37,13 @@ class Partition(Protocol):
 
     @property
     def heads(self) -> Heads:
-        """Of the whole layer."""
+        """The heads of the whole layer."""
 
     @property
     def ranks(self) -> RankGroup: ...
 
     def is_whole(self, heads: int) -> bool:
-        """Whether a process that attends with so many heads has all of them."""
+        """Whether a process that attends with this many heads has all of them."""
 
     def gather(self, x: Tensor, dim: int = 1) -> Tensor:
         """This process's heads in dimension `dim` -> all heads, in order, on every process."""
@@ -55,7 +55,7 @@ class Partition(Protocol):
         """W_O's input of this process (..., heads here * width) -> of all (..., heads * width), with its gradient."""
 
     def part(self, whole: Tensor, x: Tensor) -> Tensor:
-        """What `join` made of x, or something in its place -> this process's part, with its gradient."""
+        """The result of `join`, or a replacement of it -> this process's part, with its gradient."""
 
 
 def head_partition(model: nn.Module, site: Site) -> Partition | None:
@@ -90,7 +90,7 @@ def check_whole(model: nn.Module, sites: Iterable[Site], doing: str) -> None:
 
 
 def check_whole_weights(model: nn.Module, sites: Iterable[Site], doing: str) -> None:
-    """As check_whole, and refuse a model whose weights FSDP shards."""
+    """Like check_whole, and also refuse a model whose weights are sharded by FSDP."""
     check_whole(model, sites, doing)
     if is_sharded(model):
         raise UnsupportedError(

@@ -67,7 +67,7 @@ class Projections:
 
 
 def projections(model: nn.Module, site: Site) -> Projections:
-    """Where a site's W_Q, W_K, W_V and W_O are; refused by name where removing a head would not be exact.
+    """Locate a site's W_Q, W_K, W_V and W_O; refuse layers in which removing a head would not be exact.
 
     Ranks may have parts of the weights: who reads their values checks that, or takes the `whole_weight`.
     """
@@ -77,7 +77,7 @@ def projections(model: nn.Module, site: Site) -> Projections:
 
 
 def find_projections(model: nn.Module, site: Site) -> Projections:
-    """As projections, also where other parameters of the module forbid that a head is removed."""
+    """Like projections, but also for modules with other parameters that forbid removing a head."""
     out_path, out = w_o(model, site)
     check_zeroable(site, out)
     query = query_heads(model, site)
@@ -105,7 +105,7 @@ def find_projections(model: nn.Module, site: Site) -> Projections:
 def layer_shapes(model: nn.Module) -> tuple[LayerShape, ...]:
     """Kind, layer number, query heads and KV heads of every attention layer of a model.
 
-    Where projections are not known, every query head counts as having keys and values of its own.
+    If projections are not known, every query head is assumed to have its own keys and values.
     """
     shapes: list[LayerShape] = []
     for site in attention_sites(model):

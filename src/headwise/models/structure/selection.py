@@ -1,4 +1,4 @@
-"""What `watch` is asked to keep, checked before the model runs: layers, heads, rows, links and classes of keys."""
+"""The selection that `watch` records, checked before the model runs: layers, heads, rows, links, classes of keys."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ def _tower_kinds(
 
 
 def require_sites(model: nn.Module) -> list[Site]:
-    """As attention_sites; a model without attention is an error."""
+    """Like attention_sites, but a model without attention is an error."""
     sites = attention_sites(model)
     if not sites:
         raise HeadwiseError(f"no attention layer was found in {type(model).__name__}; {RUN_ONCE}")

@@ -16,7 +16,7 @@ def text_model(model: Any, *, purpose: str, name: str | None = None) -> tuple[An
     Args:
         model: one that reads token ids.
         purpose: what needs a text model, for the error message: "inspect needs".
-        name: what the user calls the model; its class's name where there is none.
+        name: what the user calls the model; its class's name if there is none.
 
     Returns:
         The part, and notes for the user: `(ENCODER_ONLY,)` where the decoder is left out.

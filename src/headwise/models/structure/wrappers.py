@@ -1,4 +1,4 @@
-"""The model inside of what wraps it: torch.compile, DDP and FSDP, PEFT, pipelines, sentence-transformers."""
+"""The model inside what wraps it: torch.compile, DDP and FSDP, PEFT, pipelines, sentence-transformers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What removed heads contributed on average or always, moved into the bias of W_O."""
+"""The mean or constant contribution of removed heads, moved into the bias of W_O."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def removed_outputs(
 
 
 def add_to_output_bias(out: nn.Module, constant: Tensor, heads: list[int]) -> None:
-    """Add W_O^h c_h of the removed heads to W_O's bias, which is made where there is none."""
+    """Add W_O^h c_h of the removed heads to W_O's bias, which is made if there is none."""
     weight = out.get_parameter("weight").detach()
     weight = weight.T if row_dim(out) else weight  # (width, heads * value_dim)
     size = constant.shape[1]

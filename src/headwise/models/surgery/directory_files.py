@@ -32,7 +32,7 @@ SKIPPED_FOLDERS = ("onnx", "openvino", "coreml", "__pycache__")
 
 
 def source_folder(model: Any) -> Path:
-    """The directory that a model was loaded from; one that does not exist where there is none."""
+    """The directory that a model was loaded from; one that does not exist if there is none."""
     return Path(getattr(model, "name_or_path", "") or "?")
 
 
@@ -85,7 +85,7 @@ def _matches(name: str, patterns: tuple[str, ...]) -> bool:
 
 
 def _is_replaced(path: Path) -> bool:
-    """Whether a file of the original directory holds weights, or is written anew."""
+    """Whether a file of the original directory holds weights, or is written again."""
     hidden = any(part.startswith(".") or part in SKIPPED_FOLDERS for part in path.parts)
     weights = path.suffix in WEIGHT_SUFFIXES or path.name.endswith(".index.json")
     return hidden or weights or str(path) in WRITTEN_BY_SAVE

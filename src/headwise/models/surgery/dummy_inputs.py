@@ -21,7 +21,7 @@ CLOSE_IN_HALF = 0.05  # in 16 bits
 
 
 def close(model: Any) -> float:
-    """How far the outputs of two equal models may differ, relative to the largest, by their precision."""
+    """The tolerance between outputs of two equal models, relative to the largest, for their precision."""
     dtype = getattr(model, "dtype", None) or next((x.dtype for x in model.parameters()), torch.float32)
     return CLOSE.get(dtype, CLOSE_IN_HALF)
 
@@ -77,7 +77,7 @@ def difference(model: Any, other: Any, inputs: Any) -> float:
 
 
 def collect_outputs(model: Any, inputs: Any) -> Iterator[Tensor]:
-    """What W_O gives in every attention layer, and then the model's own output."""
+    """The output of W_O in every attention layer, followed by the model's own output."""
     layer_outputs: list[Tensor] = []
     layers = []
     for site in first_per_module(attention_sites(model)):

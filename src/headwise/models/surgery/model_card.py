@@ -210,7 +210,7 @@ def _sizes(model: Any, source: Path, records: list[KeptHeads]) -> str:
 
 
 def _size_before(model: Any, source: Path, records: list[KeptHeads]) -> Size | None:
-    """The size of the model with all of its heads; None where that is not known."""
+    """The size of the model with all of its heads; None if it is not known."""
     if any(not record.zeroed for record in records):
         return size(empty_restored(model))
     if records:

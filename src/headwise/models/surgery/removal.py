@@ -45,8 +45,9 @@ def prune_heads(
 ) -> Model:
     """A copy of a model without some heads; its outputs are those of the model with these heads masked.
 
-    The rows of W_Q, W_K, W_V and the columns of W_O are removed. A KV head goes with its last query head; groups left
-    uneven are padded with zeroed heads. `copy.headwise_heads` says which heads of the original the copy's heads are.
+    The rows of W_Q, W_K, W_V and the columns of W_O are removed. A KV head is removed together with its last query
+    head; uneven groups are padded with zeroed heads. `copy.headwise_heads` maps the heads of the copy to the heads of
+    the original.
 
     Args:
         model: any PyTorch model whose projections are known; it is not changed.
@@ -54,16 +55,16 @@ def prune_heads(
         zero: keep all shapes, and set the heads' columns of W_O to zero instead.
         compensate: "bias" moves the constant part of a removed head, its value bias, into the output bias; "mean"
             moves its mean output over the batches there.
-        batches: model inputs, for compensate="mean", and to compare the result on where neither the code nor the inputs
-            of a model are known.
-        allow_empty: let a layer lose all of its heads; one head of zeros then stays.
+        batches: model inputs, for compensate="mean", and to compare the result with the masked model if neither the
+            code nor the inputs of the model are known.
+        allow_empty: let a layer lose all of its heads; one zeroed head then remains.
 
     Returns:
         The pruned copy, a model of the same class.
 
     Raises:
         HeadwiseError: for layers and heads that the model does not have, or a plan for another model.
-        UnsupportedError: where removing heads would not be exact, such as on quantized weights.
+        UnsupportedError: if removing heads would not be exact, for example with quantized weights.
 
     Example:
         >>> smaller = headwise.prune_heads(model, {0: [1, 3], 2: [0]})
@@ -144,7 +145,7 @@ def _remove_heads(model: Any, removed: dict[str, list[int]], constants: dict[str
         if zero:
             _zero_heads(model, site, removed[site.name])
     for layer in cuts:
-        # padding of an earlier removal goes too: it is made anew where it is still needed
+        # padding of an earlier removal goes too: it is made again where it is still needed
         record = kept_heads(layer.site.module)
         removed_slots = {*removed[layer.site.name], *(record.padding if record is not None else ())}
         reshape_heads(layer, *head_slots(layer, removed_slots))
@@ -171,7 +172,7 @@ def _check_result(
     constants: dict[str, Tensor],
     batches: list[Any] | None,
 ) -> None:
-    """A pruned model runs; where the code is not known, it gives what the model with zeroed heads gives."""
+    """Check that a pruned model runs; if its code is not known, also that it equals the model with zeroed heads."""
     inputs = dummy_inputs(pruned)
     if foreign:
         zeroed_model = copy_for_surgery(model)

@@ -97,7 +97,7 @@ def select_heads_of(module: nn.Module, name: str, dim: int, slots: Slots, count:
 
 
 def _record_before(layer: Projections) -> KeptHeads:
-    """What a site has of the original heads: all, unless heads were cut out before."""
+    """The original heads that a site has: all, unless heads were removed before."""
     record = kept_heads(layer.site.module)
     if record is None or record.zeroed:
         return KeptHeads(tuple(range(layer.query)), tuple(range(layer.kv)), layer.query, layer.kv)
@@ -112,7 +112,7 @@ def _block_order(old: list[Block], new: list[Block], slots_of: dict[str, Slots])
 
 
 def _entries(blocks: Slots, size: int, device: torch.device) -> Tensor:
-    """Numbers of blocks -> numbers of their entries; -1 where zeros are wanted."""
+    """Numbers of blocks -> numbers of their entries; -1 where zeros are requested."""
     numbers = torch.tensor([-1 if block is None else block for block in blocks], device=device)
     entries = numbers[:, None] * size + torch.arange(size, device=device)
     return entries.where(numbers[:, None] >= 0, -1).flatten()

@@ -16,7 +16,7 @@ from .shared_biases import share_biases
 
 
 def restore_heads(model: Any) -> Any:
-    """A copy with every head back in its place, the removed ones as zeros."""
+    """A copy with all heads at their original positions, the removed ones zeroed."""
     return _restore(copy.deepcopy(model))
 
 

@@ -1,4 +1,4 @@
-"""headwise.save: a model in a directory, whole or not at all, in the first form that loses nothing."""
+"""headwise.save: write a model to a directory, atomically, in the first form that loses nothing."""
 
 from __future__ import annotations
 
@@ -81,34 +81,35 @@ def save(
 ) -> SaveResult:
     """Write a model, pruned or not, with its tokenizer, a model card and other files, into a directory.
 
-    Only safetensors are written, to a temporary directory that is moved into place after it was read again and
-    compared with the model. A path that ends in .gguf gets one file for llama.cpp, with head counts per layer: for
-    Llama, Mistral, Qwen2 and Qwen3, read again and compared in the same way. A path that ends in .onnx gets one file
-    for any runtime of ONNX, which onnxruntime has run with the outputs of the model.
+    Weights are written as safetensors to a temporary directory, which is read back, compared with the model and then
+    moved into place. A path that ends in .gguf produces one file for llama.cpp, with head counts per layer, for Llama,
+    Mistral, Qwen2 and Qwen3; it is read back and compared in the same way. A path that ends in .onnx produces one file
+    for any ONNX runtime, whose outputs in onnxruntime are compared with the model's.
 
     Args:
         model: a transformers model, one of headwise's stacks, or any other with attention that is known.
         path: the directory, new or empty; or a file whose name ends in .gguf or .onnx.
-        form: "plain", which transformers loads; "compact", which headwise.load reads; "zeroed", with zeros in the
-            place of removed heads, which transformers loads and which is not smaller. By default "plain" where a
-            transformers config can describe the model, as where heads were only zeroed, else "compact". A model that
-            is not transformers' is always "compact"; where headwise cannot build its class, load it with
-            headwise.load(path, into=model), the model before any pruning.
-        plan: which KV heads stream. It is written beside the weights, and `headwise.streaming` finds it on the model
-            that headwise.load gives; a model that was loaded with a plan is saved with it.
+        form: "plain", which transformers loads; "compact", which headwise.load reads; "zeroed", with zeros in place of
+            removed heads, which transformers loads and which is not smaller. By default "plain" if a transformers
+            config can describe the model (also if heads were only zeroed), else "compact". A model that is not a
+            transformers model is always "compact"; if headwise cannot build its class, load it with headwise.load(path,
+            into=model), where model is the model before any pruning.
+        plan: the KV heads that stream. It is written next to the weights, and `headwise.streaming` finds it on a model
+            loaded with headwise.load; a model that was loaded with a plan is saved with it.
         overwrite: replace what is in the directory.
         quality: what you measured, for the model card: {measure: (before, after)}, such as
             {"perplexity": (12.1, 12.9)}.
-        precision: of the weights in a GGUF file: "f32", "f16", "bf16" or "q8_0"; by default the model's own.
-        source: the GGUF file whose tokenizer a new one gets; by default the one that the model was loaded from.
+        precision: the precision of the weights in a GGUF file: "f32", "f16", "bf16" or "q8_0"; the model's own by
+            default.
+        source: the GGUF file to copy the tokenizer from; by default the file that the model was loaded from.
 
     Returns:
-        The form, why that one, and how to load it.
+        The form, why it was chosen, and how to load the model.
 
     Raises:
         HeadwiseError: for a directory that is not empty, or a form that the model does not have.
         UnsupportedError: for quantized, wrapped or incomplete models.
-        CheckpointError: where the reloaded model differs, or the directory cannot be written.
+        CheckpointError: if the reloaded model differs, or the directory cannot be written.
 
     Example:
         >>> print(headwise.save(smaller, "smaller"))

@@ -1,4 +1,4 @@
-"""What a `FunctionMode` tells of a running model: attention calls, where their heads go, and what it rejected."""
+"""What a `FunctionMode` reports of a running model: attention calls, where their heads go, and what it rejected."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class FunctionCall:
 
 
 class Receiver(Protocol):
-    """What is told of the attention calls that a mode sees."""
+    """The callbacks for attention calls that a mode observes."""
 
     def answer(self, call: FunctionCall, run: Callable[[], Tensor]) -> tuple[Tensor, Any]:
         """The output of a call, in the shape that run gives it, and a token for the call."""

@@ -13,7 +13,7 @@ from .lineage import Lineage, Origin, ReplayError
 
 
 class Output(NamedTuple):
-    """What is kept of a call with its output."""
+    """The record of a call that is kept with its output."""
 
     token: Any  # the receiver's own
     axes: HeadAxes

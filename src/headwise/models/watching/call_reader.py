@@ -170,7 +170,7 @@ def read(call: ModelCall, recipe: MaskRecipe | None, similar: MaskRecipe | None,
 
     Args:
         call: what the model passed to its attention function.
-        recipe: how its mask was made, where that is known.
+        recipe: how its mask was made, if it is known.
         similar: how a mask of the same size was made in this pass: it says at which positions the queries are.
         cross: whether it is cross-attention.
     """

@@ -1,4 +1,4 @@
-"""An exact but slow reading: the model's own eager function, on blocks of queries, gives the weights that it uses."""
+"""An exact but slow reading: the model's own eager function computes the weights, in blocks of queries."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 A `FunctionMode` sees PyTorch's fused attention function, and a softmax over the product of two tensors that is then
 multiplied by a third. It follows each tensor's layout from the projection that made it, which tells sequences from
-heads. What looks like attention and is not understood is rejected by name.
+heads. Calls that look like attention but cannot be interpreted are rejected by name.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class FunctionMode(TorchFunctionMode):
         if name == "scaled_dot_product_attention":
             return self._fused(function, args, kwargs)
         if name == "multi_head_attention_forward":
-            with self:  # a mode is off inside of its own handler
+            with self:  # a mode is off inside its own handler
                 return _MHA_FORWARD(*args, **kwargs)
         if name in PRODUCTS:
             return self._product(name, function, args, kwargs)
@@ -277,7 +277,7 @@ class FunctionMode(TorchFunctionMode):
             return
         lineage, kept = trace.lineage, trace.lineage.origin.call
         width = kept.axes.head_count * kept.width
-        self._readers.add(linear)  # LoRA has linear layers inside of linear layers
+        self._readers.add(linear)  # LoRA has linear layers inside linear layers
         form = (lineage.signature, kept.axes, kept.order, width, x.dim())
         if form not in self._in_order:
             self._in_order[form] = lie_in_order(lineage, width)

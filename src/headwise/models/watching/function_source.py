@@ -1,7 +1,7 @@
 """The source for code that declares nothing: attention in the functions that a model's modules call.
 
-Hooks on all modules say which of them are running, in the thread that runs them, and switch a `FunctionMode` on for as
-long as one is. Modules that another source serves are passed over.
+Hooks on all modules track which of them are running, in the thread that runs them, and enable a `FunctionMode` while
+one is. Modules that another source handles are skipped.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from .sources import KnownCall
 if TYPE_CHECKING:
     from .watcher import Watch
 
-LIFT = 2  # how many modules a call may be inside of the attention module that it is the call of
+LIFT = 2  # how many modules a call may be inside the attention module that it is the call of
 
 
 class _ThreadState(threading.local):
-    """What one thread is doing."""
+    """The state of one thread."""
 
     def __init__(self) -> None:
         self.modes: list[FunctionMode] = []  # that are on, the first one nearest to the model's own functions

@@ -1,4 +1,4 @@
-"""attend's options for a layer some of whose heads stream, and the same as a mask."""
+"""attend's options for a layer in which some heads stream, and the same as a mask."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ...errors import UnsupportedError
 
 
 def restrict_options(streams: StreamingHeads, options: dict[str, Any], heads: int) -> dict[str, Any]:
-    """attend's options for a layer of so many query heads, with the windows of those that stream.
+    """attend's options for a layer of this many query heads, with the windows of those that stream.
 
     Padding becomes `starts` and `lengths`, so that no mask is read. The first key of a sequence is the first that the
     layer's own mask shows to any query.

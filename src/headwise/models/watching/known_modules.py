@@ -144,7 +144,7 @@ class SplitSequenceReading:
 
 
 def _observe_split(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-    """Show a call of a split sequence to its watchers, which leave its output as it is."""
+    """Pass a call of a split sequence to its watchers, which do not change its output."""
     watchers = _watched.of(module)
     if not watchers:
         return
@@ -160,7 +160,7 @@ def _observe_split(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], o
 
 
 def _observe_torch(module: nn.Module, call: MultiheadCall, answer: Callable[[MultiheadCall], Attended]) -> Attended:
-    """What a call of nn.MultiheadAttention gives, through its watchers."""
+    """The output of a call of nn.MultiheadAttention, passed through its watchers."""
     watchers = _watched.of(module)
     if not watchers:
         return answer(call)

@@ -157,7 +157,7 @@ class Layer:
         self.runs.append(Run(stats, prefill, decode, packed=True))
 
     def describe(self) -> str:
-        """What was recorded of it, which must be the same on all processes before they gather it."""
+        """A description of the record, which must be the same on all processes before they gather it."""
         runs = [f"{len(run.all.count)} sequences, {' '.join(run.all.names)}" for run in self.runs]
         tensors: list[Any] = [*self.all_weights, *(links.keys for links in self.all_links)]
         shapes = ["x".join(map(str, (*x.shape[:1], *x.shape[2:]))) for x in tensors]  # without heads

@@ -50,7 +50,7 @@ class PackedReading(Reading):
         return first
 
     def single(self, sequence: PackedSequence) -> Reading:
-        """One sequence as a call of its own."""
+        """One sequence as a separate call."""
         row, options = slice(sequence.row, sequence.row + 1), dict(self.options, offset=sequence.offset)
         queries, keys = sequence.queries, sequence.keys
         if self.recipe is not None:

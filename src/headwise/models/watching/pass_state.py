@@ -19,7 +19,7 @@ from .sources import KnownCall
 
 
 class CallContext(NamedTuple):
-    """What is known about one attention call beside its arguments."""
+    """What is known about one attention call besides its arguments."""
 
     site: Site
     recipe: MaskRecipe | None  # of the call's own mask
@@ -105,7 +105,7 @@ class PassState:
         return last is None or last[0]() is not call.query or last[1]() is not call.key
 
     def context(self, call: ModelCall) -> CallContext:
-        """The context of a call; that of self-attention serves the cross-attention which follows it."""
+        """The context of a call; cross-attention uses the context of the self-attention before it."""
         site = self.site(call.module)
         recipe = recipe_of(call.mask)
         similar = newest_recipe(call.query.shape[2], call.key.shape[2], has_mask=call.mask is not None)

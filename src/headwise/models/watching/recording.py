@@ -1,4 +1,4 @@
-"""What a watched model's heads did, call by call, as far as it was asked for."""
+"""The requested records of a watched model's heads, call by call."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Recording:
         self.add_head_outputs(site, outputs)
 
     def add_head_outputs(self, site: Site, outputs: Tensor) -> None:
-        """Record the heads' outputs (B, H, T, width), where they are asked for."""
+        """Record the heads' outputs (B, H, T, width), where they are requested."""
         heads, layer = self.request.outputs.heads(site), self.layers.get(site)
         if heads is not None and layer is not None:
             layer.all_outputs.append(outputs if heads is True else HeadRows(outputs[:, heads], heads, None))

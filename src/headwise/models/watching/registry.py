@@ -29,7 +29,7 @@ MASKS_BEFORE_PASS = 16  # masks made before a pass, as generate does, that are r
 
 
 class Replacement(NamedTuple):
-    """What answers the calls of a module in place of the model's attention function."""
+    """The function that answers the calls of a module instead of the model's attention function."""
 
     answer: Callable[[ModelCall, Function], tuple[Tensor, Any]]  # gets the call and the model's own eager function
     streams: StreamingHeads | None  # which of its heads stream
@@ -90,7 +90,7 @@ def remove(modules: list[nn.Module], watcher: Watcher) -> None:
 
 
 def replace_functions(replacements: Mapping[nn.Module, Replacement]) -> None:
-    """From now on the calls of these modules are answered by these; watchers see them as before."""
+    """Answer the calls of these modules with these functions from now on; watchers still see the calls."""
     with _lock:
         if not _is_installed():
             _install()
@@ -188,7 +188,7 @@ def _call_watched(
     *rest: Any,
     **options: Any,
 ) -> tuple[Tensor, Any]:
-    """What a wrapped attention function does: call it, through the watchers of the module where there are any."""
+    """Call a wrapped attention function, through the watchers of the module if there are any."""
     watchers, replacement = _watched.of(module), _replacements.get(module)
     if not watchers and replacement is None:
         attention_mask = attention_mask.recipe.whole() if isinstance(attention_mask, LazyMask) else attention_mask

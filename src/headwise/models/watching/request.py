@@ -1,4 +1,4 @@
-"""What `watch` is asked to record, as one checked value."""
+"""The request of a `watch` call: what to record, as one validated value."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Request:
     rows: list[int] | None  # the queries whose weights are kept; None for all
     links: int  # strongest keys per query
     classes: dict[str, KeyClasses]  # by kind of attention
-    exact: bool  # the model's own attention function gives the output, to the bit
+    exact: bool  # the model's own attention function gives the output, bit for bit
     stats: bool
     observer: CallObserver | None
 

@@ -1,4 +1,4 @@
-"""The weights that a transformers model returns itself: the way into a model that cannot be watched."""
+"""The weights that a transformers model itself returns, for models that cannot be watched."""
 
 from __future__ import annotations
 

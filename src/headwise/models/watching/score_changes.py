@@ -1,7 +1,7 @@
 """What a model does to the product of queries and keys before its softmax, so that scale * q.k is known to the end.
 
-Scaling keeps them in the scores themselves, and so does hiding keys. A bias or a softcap does not: the scores before it
-are kept beside. Whatever else is done makes them unknown, with the function's name.
+After scaling or hiding keys, scale * q.k can still be read from the scores. Before a bias or a softcap, a copy of the
+scores is kept. After any other function it is unknown, and the function's name is recorded.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ OVERWRITTEN = "it overwrites its scores before the softmax"
 
 @dataclass(frozen=True, eq=False)
 class Logits:
-    """Where scale * q.k of scores on their way to a softmax is."""
+    """Where scale * q.k can be found for scores that go into a softmax."""
 
     tensor: Tensor | None = None  # before softcap and bias; None where the scores are it, but for hidden keys
     scale: float = 1.0  # of the tensor
@@ -80,7 +80,7 @@ def read_rows(largest: Tensor, weights: Tensor, softmax_weights: Tensor | None, 
 def change_scores(
     name: str, scores: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], logits: Logits, in_place: bool
 ) -> Logits:
-    """Where scale * q.k is after a function of the scores that keeps their shape; called before the function runs."""
+    """Where scale * q.k is found after an elementwise function of the scores; called before the function runs."""
     if logits.problem:
         return logits
     others = [x for key, x in (*enumerate(args), *kwargs.items()) if x is not scores and key not in ("alpha", "out")]

@@ -1,6 +1,6 @@
-"""Where attention calls are seen, and what a watcher is given of them.
+"""The sources of attention calls, and what they pass to a watcher.
 
-A source intercepts the attention calls of some modules for as long as a watcher is installed: transformers' registry
+A source intercepts the attention calls of some modules while a watcher is installed: transformers' registry
 (`registry`), modules whose structure is known (`known_modules`), or calls of PyTorch's functions. The registry passes
 on what the model gave to its attention function (`Watch.see`), which has to be read first. The others know the meaning
 of a call, and pass it on as a `KnownCall` (`Watch.see_known`).
@@ -47,7 +47,7 @@ class Watcher(Protocol):
         """
 
     def see_known(self, call: KnownCall, answer: Answer, innermost: bool) -> Any:
-        """Answer a known call with what answer gives, or with the output from one pass where that is permitted.
+        """Answer a known call with the result of `answer`, or with the output from one pass if that is permitted.
 
         answer: takes the call, or one with other queries, keys or values.
         """

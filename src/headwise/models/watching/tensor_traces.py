@@ -68,7 +68,7 @@ class TensorTraces:
         return output
 
     def _keep_weights(self, operands: list[tuple[Tensor, Trace]]) -> None:
-        """Weights that are about to be overwritten are kept as they are."""
+        """Keep a copy of weights that are about to be overwritten."""
         for x, trace in operands:
             if trace.weights is not None and trace.weights.weights is x:
                 trace.weights.weights = x.clone()

@@ -1,4 +1,4 @@
-"""Whether our reading of an attention call gives what the model itself computes, checked on a few query rows."""
+"""Whether our interpretation of an attention call equals what the model computes, checked on a few query rows."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class TrustCheck:
             where: the module's path, for the error.
 
         Raises:
-            UnsupportedError: where neither agrees, so that statistics would be wrong.
+            UnsupportedError: if neither agrees, so that statistics would be wrong.
         """
         call, form = eager.call, (_form(eager.call), output is None)
         rows = self._rows(form, call.query.shape[2])
@@ -120,7 +120,7 @@ def sample_rows(queries: int) -> list[int]:
 
 
 def _form(call: ModelCall) -> Any:
-    """What calls have in common that are read alike."""
+    """The form of a call: calls of the same form are interpreted in the same way."""
     names = tuple(sorted(name for name, x in call.options.items() if x is not None))
     mask, queries = call.mask, call.query.shape[2]
     mask_form = (mask.dtype, *(size > 1 for size in mask.shape)) if isinstance(mask, Tensor) else None

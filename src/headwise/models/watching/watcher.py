@@ -1,4 +1,4 @@
-"""watch: exact statistics of every head of a model, while it runs as it always does."""
+"""watch: exact statistics of every head of a model while it runs as usual."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ def watch(
 ) -> Watch:
     """Inside `with`, record what every head of a model does; the model runs as before and its output does not change.
 
-    Where the model's own attention function runs, its output is the same to the bit. Long inputs get output and
-    statistics from one pass over the scores, equal up to rounding; exact=True prevents that. PyTorch's fused inference
-    path for nn.TransformerEncoder, which calls no attention module, is off meanwhile.
+    If the model's own attention function runs, its output is bit-identical. On long inputs one pass over the scores
+    computes both output and statistics, equal up to rounding; exact=True prevents this. PyTorch's fused inference path
+    for nn.TransformerEncoder, which calls no attention module, is disabled inside the block.
 
     Args:
         model: any PyTorch model, also compiled or wrapped (DDP, FSDP, PEFT, a pipeline, a SentenceTransformer).
-            Attention that no class declares is seen in the functions that the model calls, and can be chosen by layer
-            once the model has run.
+            Attention that no class declares is recognised from the functions that the model calls, and can be selected
+            by layer after the model has run once.
         weights: layers whose attention weights to keep: True for all, a layer, several layers, or {layer: heads}. A
             layer is its number, (kind, number) or its module's path.
         outputs: layers whose heads' outputs before W_O to keep, in the same form.
@@ -70,17 +70,17 @@ def watch(
         links: how many of the strongest keys of every query to keep.
         classes: {name: (B, T) bool}: keys whose share of the weight to measure, as `layer.stats.share(name)`; with
             several kinds of attention {kind: {name: ...}}.
-        exact: whether the model's own attention function must give the output.
-        stats: False leaves the statistics out.
-        each: a function (layer, reading, real), called after every attention call with what was recorded of the layer
-            so far, the call itself (it gives any row of weights while its tensors live), and which queries (B, Tq)
-            are tokens, None for all.
+        exact: whether the model's own attention function must compute the output.
+        stats: False omits the statistics.
+        each: a function (layer, reading, real), called after every attention call with the layer's record so far, the
+            call itself (which can compute any row of weights while its tensors are alive), and a mask (B, Tq) of the
+            queries that are real tokens, None for all.
 
     Returns:
         A context manager whose `layers` are the layers that were called.
 
     Raises:
-        UnsupportedError: for a model with attention that cannot be seen exactly.
+        UnsupportedError: for a model with attention that cannot be observed exactly.
         HeadwiseError: for layers, heads or rows that the model does not have.
 
     Example:
@@ -143,7 +143,7 @@ class Watch:
 
     @property
     def rejected(self) -> list[Rejection]:
-        """What looked like attention in the model's own code and was not recorded: module path, class and reason."""
+        """Calls that look like attention but were not recorded: module path, class and reason."""
         return [] if self._functions is None else list(self._functions.rejected)
 
     def __getitem__(self, key: Key) -> Layer:
@@ -212,7 +212,7 @@ class Watch:
             self._functions.stop()
 
     def find_layer(self, module: nn.Module, turn: int) -> None:
-        """Number the layers anew where one was seen that was not known before. `FunctionSource` calls this."""
+        """Renumber the layers if a new one was observed. `FunctionSource` calls this."""
         if not self._pass.knows(module, turn):
             sites = attention_sites(self.model)
             self._pass.relabel(sites)
@@ -230,7 +230,7 @@ class Watch:
         return self._tracker.real_tokens(module, batch, queries, keys)
 
     def records_outputs(self, site: Site) -> bool:
-        """Whether the outputs of a layer's heads are asked for."""
+        """Whether the outputs of a layer's heads are requested."""
         return self._request.outputs.heads(site) is not None
 
     def __repr__(self) -> str:
@@ -245,7 +245,7 @@ class Watch:
             self.recording.add_outputs(self._pass.site(module), x)
 
     def see(self, call: ModelCall, function: Function, eager: Function, innermost: bool) -> tuple[Tensor, Any]:
-        """Answer an attention call with the model's output, and record what was asked for. The registry calls this.
+        """Answer an attention call with the model's output, and record what was requested. The registry calls this.
 
         Args:
             call: what the model passed to its attention function.
@@ -280,7 +280,7 @@ class Watch:
         return output, extra
 
     def see_known(self, call: KnownCall, answer: Answer, innermost: bool) -> Any:
-        """Answer a call whose meaning is known, and record what was asked for. Sources other than the registry call it.
+        """Answer a call whose meaning is known, and record what was requested. Sources other than the registry call it.
 
         Args:
             call: the call in headwise's terms.
@@ -327,7 +327,7 @@ class Watch:
         return stats if same_outputs(ours, by_head(output, reading), reading.v, context.real) else None
 
     def _in_one_pass(self, call: ModelCall, reading: Reading) -> bool:
-        """Whether our own pass gives the output too: where the mask was never made, or where that is faster."""
+        """Whether our own pass computes the output too: if the mask was never built, or if that is faster."""
         if isinstance(call.mask, LazyMask):
             return True
         plain = call.implementation in ("sdpa", NAME) and not call.options.get("output_attentions")

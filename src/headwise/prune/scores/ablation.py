@@ -15,7 +15,7 @@ from ..scoring import ScoringRun
 
 @score("ablation", signed=False, normalised=False, additive=True, trained=False, runs_model=True, loss="damage")
 def ablation(scoring: ScoringRun) -> list[np.ndarray]:
-    """The damage without each unit, minus that of the model with all of them."""
+    """The damage without each unit, minus the damage of the full model."""
     parts: list[list[np.ndarray]] = [[] for _ in scoring.layers]
     total = sum(len(scoring.units(layer)) for layer in scoring.layers) * len(scoring.batches)
     step = 0

@@ -1,4 +1,4 @@
-"""Sums of batches on their way into a tally: several batches are added together, which costs as much as adding one.
+"""Sums of batches that are not yet in a tally: several batches are added at once, which costs as much as adding one.
 
 Which batches are added together changes the last bits of the sums; so the pending batches are part of a checkpoint,
 and a run that was interrupted ends with the same bits as one that was not.

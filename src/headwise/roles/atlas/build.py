@@ -54,32 +54,33 @@ def atlas(
     Texts are streamed, so memory does not grow with the corpus.
 
     Args:
-        model: a name as `headwise.load` takes it, or a model that reads token ids with its tokenizer.
+        model: a name as in `headwise.load`, or a model that reads token ids, with its tokenizer.
         texts: a file with one text per line, or .jsonl with a field; or any iterable of texts. For encoder-decoders
             also pairs (source, target); otherwise the decoder reads the text itself.
-        tokenizer: of a model that is given as an object.
-        conllu: CoNLL-U files with gold links, to see which heads follow which relation between words;
-            `headwise.relations` does that alone.
-        probes: roles of decoder heads that need inputs of their own, English and bundled: "retrieval", "streaming",
-            "copying" (and suppression), "successor", "function", several of them, or "all". They cost passes of their
-            own. What does not apply to a model is in the result with the reason.
-        name: of the model, in the result.
-        limit: texts at most.
-        length: tokens per text at most; longer texts are cut.
-        field: where the text is in a line of .jsonl.
-        part: (i, n) takes every n-th text from the i-th on; the atlases of all parts merge into that of the whole.
+        tokenizer: the tokenizer of a model that is passed as an object.
+        conllu: CoNLL-U files with gold links, to find which heads follow which relation between words;
+            `headwise.relations` does only this.
+        probes: roles of decoder heads that need special inputs, which are English and bundled: "retrieval",
+            "streaming", "copying" (and suppression), "successor", "function", several of them, or "all". They need
+            additional passes. Probes that do not apply to a model are listed in the result with the reason.
+        name: the name of the model in the result.
+        limit: the maximum number of texts.
+        length: the maximum number of tokens per text; longer texts are truncated.
+        field: the field of a .jsonl line that contains the text.
+        part: (i, n) takes every n-th text from the i-th on; the atlases of all parts can be merged into that of the
+            whole corpus.
         resume: a checkpoint file. An interrupted run resumes from it if weights, tokenizer, texts and settings are the
             same; the file is removed at the end.
-        keep_checkpoint: leave that file, for a caller who removes it once the atlas is saved.
-        replicates: resampled corpora of the bootstrap.
-        seed: of the random tokens that are repeated for the induction scores, and of the probes.
-        progress: called with the texts done, and the texts in all or None.
+        keep_checkpoint: keep that file, for callers that remove it after they have saved the atlas.
+        replicates: the number of resampled corpora in the bootstrap.
+        seed: the seed of the random tokens that are repeated for the induction scores, and of the probes.
+        progress: called with the number of finished texts and their total number, or None.
 
     Returns:
         an Atlas, which prints as a table by role.
 
     Raises:
-        HeadwiseError: for texts, settings or a checkpoint that cannot be used; each message says what to do.
+        HeadwiseError: for texts, settings or a checkpoint that cannot be used; each message explains what to do.
 
     Example:
         >>> atlas = headwise.atlas("minilm", "texts.txt")
@@ -133,12 +134,12 @@ def add_probes(
     """An atlas with the scores of probes, which need no corpus, measured on the model that the atlas is of.
 
     Args:
-        atlas: it is left as it is.
+        atlas: it is not changed.
         model: a name as `headwise.load` takes it, or a model.
-        tokenizer: of a model that is given as an object.
+        tokenizer: the tokenizer of a model that is passed as an object.
         probes: as in `headwise.atlas`.
         seed: of the probes.
-        progress: called with the probes done and the probes in all.
+        progress: called with the number of finished probes and their total number.
 
     Raises:
         HeadwiseError: for a model with other weights or heads than the atlas has, and for probes that do not exist.

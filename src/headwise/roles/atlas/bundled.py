@@ -19,7 +19,7 @@ def _read(model: str) -> Any:
 
 
 def bundled_atlas(model: str) -> Atlas | None:
-    """The bundled atlas of a model, by its name; None where there is none."""
+    """The bundled atlas of a model, by its name; None if there is none."""
     from .result import Atlas
 
     return Atlas.from_json(_read(model)) if model in NAMES else None

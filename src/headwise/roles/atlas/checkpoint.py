@@ -14,7 +14,7 @@ from ...json_documents import anything, in_words, mapping, parse_json
 from .sums import Tally
 
 FORMAT = "1"
-WITH_PROBES = "2"  # has tallies that versions which know format 1 alone would drop without a word when they merge
+WITH_PROBES = "2"  # has tallies that versions that read only format 1 would drop silently when they merge
 TALLIES_OF_FORMAT_1 = ("tally", "probe")
 EXTRA = "extra/"  # prefix of arrays that belong to no tally
 

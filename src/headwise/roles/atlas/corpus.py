@@ -112,7 +112,7 @@ class TextEncoder:
 
 
 def batch_sizes() -> list[int]:
-    """What decides which texts are in which batch; a run can only be resumed with the same."""
+    """The settings that determine the batches; a run can only be resumed with the same settings."""
     return [WINDOW, TOKENS, PAIRS]
 
 
@@ -227,7 +227,7 @@ class Corpus:
 
     @property
     def fingerprint(self) -> str:
-        """Of the texts read so far, including those of other parts."""
+        """The fingerprint of the texts read so far, including those of other parts."""
         return str(self.seen.hexdigest()[:32])
 
     @classmethod

@@ -25,7 +25,7 @@ from .sums import Tally
 
 SAVE_EVERY = 30.0  # seconds between checkpoints
 TRIM_EVERY = 64  # batches after which freed memory goes back to the system
-Progress = Callable[[int, int | None], None]  # texts done, texts in all where that is known
+Progress = Callable[[int, int | None], None]  # finished texts, and their total number if it is known
 
 
 class CorpusRun:
@@ -135,7 +135,7 @@ DIFFERENCES = {
 
 
 def _differences(earlier: dict[str, Any], current: dict[str, Any]) -> list[str]:
-    """In words, the settings of an earlier run that are not those of this one."""
+    """A description of the settings in which an earlier run differs from this one."""
     wrong = [key for key, value in current.items() if earlier.get(key) != value]
     words = [
         DIFFERENCES.get(key, f"another {key} ({brief(earlier.get(key))}, now {brief(current[key])})") for key in wrong

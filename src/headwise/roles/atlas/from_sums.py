@@ -68,7 +68,7 @@ def _counts(tally: Tally) -> dict[str, int]:
 
 
 def _tables(sums: Sums, heads: list[int | None]) -> dict[str, np.ndarray]:
-    """Of one layer, each table as (scores, heads + 1)."""
+    """The tables of one layer, each (scores, heads + 1)."""
     low, high = sums.interval()
     # rounded as in a file, or a head at the very border could gain a role by being saved
     tables = {

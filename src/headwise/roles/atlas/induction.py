@@ -78,7 +78,7 @@ def measure_repetition(observer: Observer, encoder: TextEncoder, vocabulary: int
 
 @contextmanager
 def _observing_repetition(observer: Observer, repeated: RepeatedTokens) -> Iterator[None]:
-    """Meanwhile the observer measures from each attention call what the repetition shows."""
+    """Inside this context the observer measures the repetition scores from each attention call."""
 
     def measure(layer: Layer, reading: Reading | EagerReading, real: Tensor | None) -> None:
         way = observer.way(layer, reading)

@@ -67,12 +67,12 @@ class Observer:
 
     @classmethod
     def of(cls, model: Any) -> Observer:
-        """Of the part of a model that attends."""
+        """An observer of the part of a model that has attention."""
         return cls(text_body(model))
 
     @contextmanager
     def watching(self) -> Iterator[Observer]:
-        """The model is in eval mode meanwhile, and as it was afterwards."""
+        """The model is in eval mode inside the context and is restored afterwards."""
         modes = [(module, module.training) for module in self.model.modules()]
         self.model.eval()
         try:

@@ -1,7 +1,7 @@
 """Which pairs of a query and a key count for which score, as columns of zeros and ones.
 
 A batch's weights (B, H, Tq * Tk) times these columns (B, R, Tq * Tk) are the sums of all scores at once: one product,
-in which equal attention is one head more. The same columns, read at each query's strongest key, give the argmax
+in which uniform attention is one head more. The same columns, read at each query's strongest key, give the argmax
 shares.
 """
 
@@ -18,13 +18,13 @@ from ...role_definitions import CROSS, Pairs, RoleScore, Tokens, pair_scores
 
 @dataclass(frozen=True)
 class PairColumns:
-    """The columns of some rows of queries, and the sums of equal attention over the same. R scores."""
+    """The columns of some rows of queries, and the sums of uniform attention over the same. R scores."""
 
     pairs: Tensor  # (B, R, rows, Tk)
     queries: Tensor  # (B, rows) bool: those that count
     counts: Tensor  # (B, R): queries that each score is a mean over
-    equal: Tensor  # (B, R): sums of equal attention
-    equal_rows: Tensor  # (B, 3): sums of equal attention's entropy and largest weight, and the number of queries
+    equal: Tensor  # (B, R): sums of uniform attention
+    equal_rows: Tensor  # (B, 3): sums of uniform attention's entropy and largest weight, and the number of queries
 
 
 def pair_columns(query: Tokens, key: Tokens, visible: Tensor, real: Tensor, first: int, way: str) -> PairColumns:
@@ -57,7 +57,7 @@ def pair_columns(query: Tokens, key: Tokens, visible: Tensor, real: Tensor, firs
 
 
 def _offsets(first: int, rows: int, visible: Tensor, way: str) -> Tensor | None:
-    """(rows, Tk): position of the key less that of the query."""
+    """(rows, Tk): position of the key minus that of the query."""
     if way == CROSS:
         return None
     queries = torch.arange(first, first + rows, device=visible.device)

@@ -42,25 +42,25 @@ class HeadRole(NamedTuple):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Atlas:
-    """What every head of a model does on a corpus, as `headwise.atlas` measures it.
+    """What every head of a model does on a corpus, as measured by `headwise.atlas`.
 
     Iterating gives every head as (kind, layer, head); printing gives a table by role. Arrays are (layers, heads) in
     the order of `layers`, NaN where a layer has fewer heads.
 
     Attributes:
-        model: its name.
+        model: the name of the model.
         layers: kind of attention -> the model's own layer numbers.
         heads: kind -> per layer, the number of each head before any pruning; None for zeroed heads that pad a group.
         ways: kind -> "both ways", "causal" or "cross".
         scores: name -> kind -> array: every role's score and every statistic, the mean over tokens.
-        low, high: of the same form, the ends of the 95 % interval by bootstrap over texts.
-        spread: of the same form, the standard deviation over texts.
-        baseline: name -> kind -> (layers,): the score of equal attention to all visible tokens.
+        low, high: in the same form, the ends of the 95 % bootstrap interval over texts.
+        spread: in the same form, the standard deviation over texts.
+        baseline: name -> kind -> (layers,): the score of uniform attention to all visible tokens.
         about: corpus, counts and settings.
-        tally: the sums behind the atlas, which merging needs; in a file only where it was saved with sums=True.
-        repetition: the same of the random tokens repeated once, for induction.
-        probes: the same of each probe that was requested, by name.
-        relations: which heads follow which relation between words, where gold links were given.
+        tally: the sums behind the atlas, which merging needs; in a file only if it was saved with sums=True.
+        repetition: the same sums for random tokens repeated once, for induction.
+        probes: the same sums for each requested probe, by name.
+        relations: which heads follow which relation between words, if gold links were given.
 
     Example:
         >>> atlas = headwise.Atlas.load("atlas.json")
@@ -96,7 +96,7 @@ class Atlas:
         about: dict[str, Any],
         probes: dict[str, Tally] | None = None,
     ) -> Atlas:
-        """The atlas of sums over texts. original_heads: of pruned layers, the heads' numbers before pruning."""
+        """The atlas of sums over texts. original_heads: for pruned layers, the head numbers before pruning."""
         from .from_sums import atlas_from_sums
 
         return atlas_from_sums(tally, repetition, model, original_heads, about, probes)
@@ -131,7 +131,7 @@ class Atlas:
         return [head for head in heads if head[:3] not in excluded]
 
     def rank_heads(self, role: str | RoleDefinition) -> list[HeadRole]:
-        """Every head of the ways of attention that a role is for, by its score, whether it has the role or not."""
+        """Every head of the kinds of attention that a role applies to, by score, whether it has the role or not."""
         wanted_role = definition(role) if isinstance(role, str) else role
         heads = []
         for kind, table in self.scores.get(wanted_role.score, {}).items():
@@ -151,7 +151,7 @@ class Atlas:
         return [role for role in self.roles if role[:3] == key]
 
     def head_key(self, head: str | tuple[Any, ...]) -> tuple[str, int, int]:
-        """(kind, layer, head) of a head in any of its spellings; an error where there is none."""
+        """(kind, layer, head) of a head in any of its spellings; raises an error for an unknown head."""
         if isinstance(head, str):
             kind, _, name = head.strip().rpartition(" ")
             layer, number = (whole_number(side) for side in (name.partition(".")[0], name.partition(".")[2]))
@@ -169,12 +169,12 @@ class Atlas:
 
     @property
     def unnamed(self) -> float:
-        """The share of heads without a clean role; how far a head looks is none."""
+        """The share of heads without a clean role; attention distance does not count as a role."""
         return 1 - len({role[:3] for role in self._clean_roles()}) / max(len(self), 1)
 
     @property
     def sink_only(self) -> float:
-        """The share of heads whose only roles are those of attention sinks: first token, delimiters, punctuation."""
+        """The share of heads whose only roles are attention sinks: first token, delimiters, punctuation."""
         roles, sinks = self._clean_roles(), sink_roles()
         heads_with_other_roles = {role[:3] for role in roles if role.role not in sinks}
         return len({role[:3] for role in roles} - heads_with_other_roles) / max(len(self), 1)
@@ -185,13 +185,13 @@ class Atlas:
     # --- other atlases ---
 
     def merge(self, *others: Atlas) -> Atlas:
-        """This atlas and others of the same model over other texts: as if all texts had been measured in one run."""
+        """Merge with atlases of the same model over other texts, as if all texts had been measured in one run."""
         from .from_sums import merge
 
         return merge(self, *others)
 
     def diff(self, other: Atlas) -> Changes:
-        """What another atlas has gained and lost beside this one, such as after fine-tuning or pruning."""
+        """What another atlas has gained and lost compared with this one, such as after fine-tuning or pruning."""
         from .diff import changes
 
         return changes(self, other)
@@ -206,20 +206,20 @@ class Atlas:
 
     @classmethod
     def from_json(cls, data: Any) -> Atlas:
-        """The atlas that `to_json` gave; an error names what is wrong."""
+        """Restore the result of `to_json`; an error names what is wrong."""
         from .file_format import from_json
 
         return from_json(data)
 
     def save(self, path: str | os.PathLike[str], *, sums: bool = False) -> None:
-        """Write it as JSON. sums: also the sums behind it, in a file beside it, so that it can be merged later."""
+        """Write JSON. With sums, also write the sums to a file next to it, so that the atlas can be merged later."""
         from .file_format import save
 
         save(self, path, sums=sums)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Atlas:
-        """A saved atlas, with its sums where they are beside it. Needs no torch."""
+        """Load a saved atlas, with its sums if their file exists. Needs no torch."""
         from .file_format import load
 
         return load(path)

@@ -175,7 +175,7 @@ def head_similarity(
     Args:
         model: a name as `headwise.load` takes it, or a transformers model with its tokenizer.
         texts: as `headwise.atlas` takes them.
-        tokenizer: of a model that is given as an object.
+        tokenizer: the tokenizer of a model that is passed as an object.
         sample: texts at most.
         queries: per text.
         length: tokens per text at most.

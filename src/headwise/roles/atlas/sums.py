@@ -34,7 +34,7 @@ def identity(text: str) -> int:
 
 @dataclass
 class Sums:
-    """The sums of one layer: S scores, H heads and last equal attention, R replicates."""
+    """The sums of one layer: S scores, H heads and last uniform attention, R replicates."""
 
     top: np.ndarray  # (S, H + 1, 1 + R): the sums; index 0 is the corpus itself, then the resampled ones
     bottom: np.ndarray  # (S, 1 + R): the queries that each is a sum over

@@ -84,24 +84,25 @@ def relations(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> Relations:
-    """Which head follows each relation between words, and how well, on links that it was not chosen on.
+    """Find which head follows each relation between words, and how well, on links that it was not chosen on.
 
-    Per relation, the head that is right most often on one part of the links is evaluated on the other part, against
-    the best fixed offset (chosen in the same way), all heads, and shuffled gold links.
+    For each relation, the head with the highest accuracy on one part of the links is evaluated on the other part. It is
+    compared with the best fixed offset (chosen in the same way), all heads, and shuffled gold links.
 
     Args:
-        model: a name as `headwise.load` takes it, or a transformers model with its tokenizer.
+        model: a name as in `headwise.load`, or a transformers model with its tokenizer.
         links: CoNLL-U files, a Treebank, or sentences with gold links.
-        report: the same, to evaluate on; by default `links` is split in halves, by document where there are many.
-        tokenizer: of a model that is given as an object.
-        seed: of the shuffled gold links and of the bootstrap.
+        report: links to evaluate on, in the same form; by default `links` is split in halves, by document if there are
+            many.
+        tokenizer: the tokenizer of a model that is passed as an object.
+        seed: the seed of the shuffled gold links and of the bootstrap.
         progress: called with the number of texts that were read since the last call.
 
     Returns:
         Relations, with one row per relation: head, accuracy, interval, verdict.
 
     Raises:
-        HeadwiseError: where no sentence has a link that the model can follow.
+        HeadwiseError: if no sentence has a link that the model can follow.
 
     Example:
         >>> from headwise.roles.relations import probe_sentences
@@ -135,11 +136,11 @@ def evaluate_heads(
     `relations` is `choose_heads` on one half and then this on the other, with least=FEWEST.
 
     Args:
-        model: a name as `headwise.load` takes it, or a transformers model with its tokenizer.
+        model: a name as in `headwise.load`, or a transformers model with its tokenizer.
         links: CoNLL-U files, a Treebank, or sentences with gold links.
         chosen: as `choose_heads` gives it.
-        tokenizer: of a model that is given as an object.
-        seed: of the shuffled gold links and of the bootstrap.
+        tokenizer: the tokenizer of a model that is passed as an object.
+        seed: the seed of the shuffled gold links and of the bootstrap.
         least: links that a head must have been chosen on for its relation to be judged.
     """
     sentences, notes = sentences_of(links)

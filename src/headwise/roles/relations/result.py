@@ -88,20 +88,20 @@ class Relation:
 
 @dataclass(frozen=True)
 class Relations:
-    """All relations of a corpus in one model, as `headwise.relations` gives them.
+    """All relations of a corpus in one model: the result of `headwise.relations`.
 
     It prints as a table.
 
     Attributes:
-        model: its name.
-        causal: whether tokens see only earlier ones.
-        sentences: how many it was evaluated on.
-        level: of each interval, such that all of them hold together at 0.05.
+        model: the name of the model.
+        causal: whether tokens see only earlier tokens.
+        sentences: the number of sentences used for evaluation.
+        level: the level of each interval, chosen so that all intervals hold jointly at 0.05.
         rows: one per relation and direction.
         shuffled: the same with shuffled gold links, which should find nothing.
         heads: (kind, layer, head) of every head, in the order of `scores`.
         scores: relation -> accuracy of every head on the half for evaluation, (heads,).
-        notes: what to know about the numbers.
+        notes: remarks about the numbers.
         record: the results link by link; not saved.
 
     Example:
@@ -134,7 +134,7 @@ class Relations:
         return tuple(row for row in self.rows if row.verdict == FOUND)
 
     def best(self, name: str, count: int = 5) -> list[tuple[Head, float]]:
-        """The best heads of a relation on the half for evaluation: to look at, since they were chosen on it."""
+        """The best heads of a relation on the evaluation half; for exploration only, since they are chosen on it."""
         order = np.argsort(self.scores[name])[::-1][:count]
         return [(self.heads[i], float(self.scores[name][i])) for i in order]
 

@@ -54,7 +54,7 @@ class Library(NamedTuple):
 
 @cache
 def library() -> Library | str:
-    """The binary, or why there is none."""
+    """The binary, or the reason why it is missing."""
     binary, note = FOLDER / BINARY, FOLDER / NOTE
     if not binary.exists():
         reason = note.read_text() if note.exists() else f"with a C compiler at hand, {REBUILD}"
@@ -165,14 +165,14 @@ def why_not(q: Tensor, call: AttentionCall, extra: ExtraOutputs = NO_EXTRA) -> s
 
 
 def explain(call: AttentionCall) -> str:
-    """How the kernel computes a call, in words."""
+    """Describe how the kernel computes a call."""
     loaded = library()
     assert not isinstance(loaded, str)
     return f"one pass in {choice().name} (this build has {', '.join(WORDS[name] for name in loaded.build)})"
 
 
 class Template(NamedTuple):
-    """What calls of the same sizes, strides and options share: they differ in their tensors' addresses alone."""
+    """The shared data of calls with the same sizes, strides and options, which differ only in tensor addresses."""
 
     fields: bytes  # FORM
     sums_shape: tuple[int, ...]  # of the statistics without classes, (COLUMNS, B, H)
@@ -213,7 +213,7 @@ def make_template(
 
 
 def _positions(visibility: Visibility) -> tuple[int | Tensor, ...]:
-    """What the kernel takes as one number for all sequences, or as one per sequence; in its order."""
+    """The arguments that are one number for all sequences or one per sequence, in the kernel's order."""
     return visibility.offset, visibility.start, visibility.keep_start, visibility.end
 
 

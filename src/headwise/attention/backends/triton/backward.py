@@ -10,12 +10,12 @@ gradient, c the softcap, th = tanh(scale q . k / c), and Z = 1 / (share retained
 without Z where there is no dropout, and without 1 - th^2 where there is no softcap. Hidden keys have P = dS = 0.
 
 One program computes the dQ of a block of rows, over all keys that they see; after all of these, one program computes
-the dK and dV of a block of keys of one KV head, over the rows of all its query heads that see them. Nothing is added
-by two programs, so that results are the same from run to run. Sums are fp32; P and dS are rounded to the inputs' dtype
-before a product, as the weights are in the forward pass.
+the dK and dV of a block of keys of one KV head, over the rows of all its query heads that see them. No sum is shared by
+two programs, so results are the same from run to run. Sums are fp32; P and dS are rounded to the inputs' dtype before a
+product, as the weights are in the forward pass.
 
-A row that sees no key of a block takes no part in its products, nor does a key that no row of a block sees: 0 * NaN is
-NaN, and they may hold anything.
+Rows that see no key of a block, and keys that no row of a block sees, are excluded from its products: they may contain
+NaN, and 0 * NaN is NaN.
 
 This module imports triton, so nothing may import it before a call needs it; launch.py does.
 """

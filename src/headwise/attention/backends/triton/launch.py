@@ -84,7 +84,7 @@ def _try(q: Tensor, call: AttentionCall, extra: ExtraOutputs, *, backward: bool 
 
 
 def explain(call: AttentionCall) -> str:
-    """How the kernel computes a call, in words."""
+    """Describe how the kernel computes a call."""
     return "one pass on cuda (compared with PyTorch on a small problem first)"
 
 
@@ -180,7 +180,7 @@ def _launch(
 
 
 def _constants(q: Tensor, call: AttentionCall) -> dict[str, Any]:
-    """What all kernels are compiled for, but for the blocks."""
+    """The compile-time constants of all kernels, except the block sizes."""
     size, visibility = call.size, call.visibility
     return {
         "DIM": size.dim, "VALUE_DIM": size.value_dim, "D": power_of_two(size.dim), "DV": power_of_two(size.value_dim),
@@ -299,7 +299,7 @@ def _launch_backward(
 
 
 class Band(NamedTuple):
-    """The keys that each row sees but for the mask, as the kernels take them."""
+    """The keys that each row sees, apart from the mask, in the form that the kernels take."""
 
     left: int | None  # visible keys before a query's position, None for open
     right: int | None

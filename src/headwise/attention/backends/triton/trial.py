@@ -1,8 +1,8 @@
 """The first use of a specialisation of the Triton kernels on a GPU: a small problem, compared with PyTorch.
 
 Kernels that equal the specification in an interpreter may still be compiled to something else. So each specialisation
-has to compute a small problem before it serves a call; PyTorch computes the same in float64 on the CPU. One that
-differs, or that cannot be compiled, is announced by a warning and not used again in this process.
+first computes a small problem, which is compared with PyTorch in float64 on the CPU. If it differs or cannot be
+compiled, a warning is issued and the specialisation is not used again in this process.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def is_needed(device: torch.device) -> bool:
 
 
 class Kind(NamedTuple):
-    """What makes a specialisation: calls that agree in all of this run the same code."""
+    """The properties that determine a specialisation: calls that agree in all of them run the same code."""
 
     device: torch.device
     dtype: torch.dtype
@@ -89,7 +89,7 @@ class Kind(NamedTuple):
         )  # fmt: skip
 
     def words(self) -> str:
-        """What a user would call it."""
+        """A readable description of this specialisation."""
         options = {
             "grouped heads": self.grouped, "causal": self.causal, "a window": any(self.sides) and not self.causal,
             "windows per head": self.windows, "keep_first": self.keep_first, "a mask": self.mask is not None,

@@ -1,8 +1,8 @@
 """Copying and suppression heads: the direct effect of a head on the logit of the token that it attends to most.
 
-The first token is left out, as heads rest there. The effect is beside that on the other tokens of the text so far, for
-only differences of logits mean anything; so a token of the text drawn at random has 0. A head that rests on most tokens
-has a small mean, however strong it is on a few.
+The first token is excluded because it is an attention sink. Only differences of logits are meaningful, so the effect is
+relative to the mean effect on the other tokens of the text so far; a random token of the text has an expected effect of
+0. A head that attends to a sink from most tokens has a small mean effect, however strong it is on a few tokens.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def _final_stream(subject: Subject, path: DirectPath, streams: list[Tensor]) -> 
 
 
 def lift_sums(effects: Tensor, strongest: Tensor, ids: list[int]) -> BatchSums:
-    """Of one text: how far the effects (H, T, T) on the attended tokens, strongest (H, T), exceed those on others."""
+    """For one text: how far the effects (H, T, T) on the attended tokens, strongest (H, T), exceed those on others."""
     length = len(ids)
     tokens = torch.tensor(ids, device=effects.device)
     on_attended = effects.gather(-1, strongest[..., None])[..., 0]  # (H, T)

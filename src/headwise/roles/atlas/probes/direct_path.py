@@ -1,7 +1,7 @@
 """The direct path from a head's output to the logits: W_O, the residual stream, the final norm and the unembedding.
 
-Where the norms are is seen in one pass of the model, and what attention adds to the stream is compared with what the
-next norm or the next layer is given: a model whose blocks do anything else is refused.
+The norms are located in one pass of the model, and the output that attention adds to the stream is compared with the
+input of the next norm or layer. A model whose blocks do anything else is refused.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Writer:
     factor: float  # that a model multiplies its blocks' outputs by
 
     def write(self, outputs: Tensor) -> Tensor:
-        """What each head adds to the stream, (H, n, d), of its outputs (n, H, width): in float64."""
+        """The contribution of each head to the stream, (H, n, d), from its outputs (n, H, width), in float64."""
         weight = self.linear.get_parameter("weight").detach().double()
         rows = (weight.T if row_dim(self.linear) == 0 else weight).unflatten(0, (self.heads, -1))  # (H, width, d)
         written = torch.einsum("nhw,hwd->hnd", outputs.double(), rows)  # without the bias, which is no head's
@@ -71,11 +71,11 @@ class DirectPath:
 
 @dataclass
 class _Seen:
-    """What modules are given and give in one pass."""
+    """The inputs and outputs of modules in one pass."""
 
     norms: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     blocks: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    children: dict[str, list[Tensor]] = field(default_factory=dict)  # outputs of modules inside of each block
+    children: dict[str, list[Tensor]] = field(default_factory=dict)  # outputs of modules inside each block
     written: dict[str, Tensor] = field(default_factory=dict)  # W_O -> its output
     last: Tensor | None = None  # what the unembedding is given
 

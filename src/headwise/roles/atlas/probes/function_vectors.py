@@ -1,8 +1,8 @@
 """Function-vector heads (Todd et al. 2023, Yin and Steinhardt 2025): heads whose output carries a task.
 
-A head's mean output at the last token of prompts with right examples takes the place of its output on prompts whose
-examples have each other's answers; the score is the rise of the right answer's probability. There is one pass per head,
-of the last tokens alone: the keys and values of the others are computed once.
+A head's mean output at the last token of prompts with correct examples replaces its output on prompts with shuffled
+answers; the score is the increase of the correct answer's probability. This takes one pass per head, over the last
+tokens only: the keys and values of the other tokens are computed once.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ DIGITS = 4
 
 
 def measure(subject: Subject) -> Measurement:
-    """The rise of every head, and what the model itself makes of both kinds of prompts."""
+    """The increase for every head, and the model's own accuracy on both kinds of prompts."""
     prompts = few_shot_prompts(subject.tokenizer, COUNT, SHUFFLED, subject.seed)
     model = subject.model
     training = model.training
@@ -103,7 +103,7 @@ class PromptBatch:
 
 @contextmanager
 def _last_token_logits(model: Any) -> Iterator[None]:
-    """Inside `with`, the unembedding reads the last token of each row alone."""
+    """Inside `with`, the unembedding reads only the last token of each row."""
     find = getattr(model, "get_output_embeddings", None)
     unembedding = find() if callable(find) else None
     if unembedding is None:

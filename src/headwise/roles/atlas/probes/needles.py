@@ -1,7 +1,7 @@
 """Needles: one sentence hidden in a long text, and a question at the end whose answer it has.
 
 The answer begins with the needle's first words ("Ingrid hid the silver compass"), as people answer and so that small
-models know what is wanted; a head that looks for earlier occurrences of the same words can therefore find it.
+models know what is requested; a head that looks for earlier occurrences of the same words can therefore find it.
 
 Needles are generated from lists of people, things and places, and the text around them is bundled, so prompts of any
 length exist without a download, and the model cannot know the answers. Prompts of two splits share neither paragraphs

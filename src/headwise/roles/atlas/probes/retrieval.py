@@ -1,8 +1,8 @@
 """Retrieval heads (Wu et al. 2024): whether a head's largest weight is on the needle's token that is generated next.
 
-The answer is given token by token (teacher forcing), so that every head is seen at every token of every needle, also
-where the model itself would have said something else. How often the model says the right token is measured beside it:
-where that is rare, the scores say little.
+The answer is given token by token (teacher forcing), so that every head is measured at every token of every needle,
+even if the model itself would have answered differently. The model's own accuracy is measured too: if it is low, the
+scores carry little information.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def _take(
 
 
 def _needle_sums(reading: Reading | EagerReading, prompt: NeedlePrompt) -> BatchSums:
-    """Of one prompt: how many of the answer's tokens each head's largest weight is on."""
+    """For one prompt: the number of answer tokens that receive each head's largest weight."""
     weights = reading.weights(prompt.queries, None)[0]  # (H, answer, Tk)
     targets = torch.tensor(list(prompt.needle_span), device=weights.device)
     hits = (weights.argmax(-1) == targets).sum(-1).double().cpu().numpy()

@@ -1,7 +1,7 @@
 """The probes by name, and how they are run.
 
-Every file of PROBES has a function `measure(subject)`, which gives the sums of one probe or refuses in words
-(UnsupportedError) a model that it does not apply to.
+Every file of PROBES has a function `measure(subject)`, which returns the sums of one probe, or raises an
+UnsupportedError for a model that it does not apply to.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def run_probes(
 ) -> tuple[dict[str, Tally], dict[str, dict[str, Any]]]:
     """The sums of each probe that applies to the model, and facts about each that was requested.
 
-    progress: called with the probes done and the probes in all.
+    progress: called with the number of finished probes and their total number.
     """
     tallies, facts = {}, {}
     for number, name in enumerate(names):

@@ -1,7 +1,7 @@
-"""Streaming heads (Xiao et al. 2023 and 2024): the weight that the first and the recent keys of a long text have.
+"""Streaming heads (Xiao et al. 2023 and 2024): the attention weight on the first and the recent keys of a long text.
 
-A head that loses none without the keys between them needs no full cache. Only queries with keys that would be lost
-count. The weights of a sample of queries are computed exactly, by the model's own rules.
+A head that puts no weight on the keys between them needs no full cache. Only queries that have such keys count. The
+weights of a sample of queries are computed exactly, by the model's own rules.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def measure(subject: Subject) -> Measurement:
 
 
 def window_sums(reading: Reading | EagerReading, windows: list[int]) -> BatchSums:
-    """Of one text: the weight on the first KEEP_FIRST keys and on each window's, summed over a sample of queries."""
+    """For one text: the weight on the first KEEP_FIRST keys and on each window, summed over a sample of queries."""
     queries = reading.q.shape[2]
     top, bottom = [], []
     for window in windows:

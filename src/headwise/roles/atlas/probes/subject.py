@@ -1,4 +1,4 @@
-"""The model that a probe measures, with what every probe needs of it."""
+"""The model that a probe measures, with everything that probes need from it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ..sums import Key, Tally, identity
 
 
 class Measurement(NamedTuple):
-    """What a probe gives: sums that an atlas is made of, and facts that are printed beside it, as JSON."""
+    """The result of a probe: sums for the atlas, and facts to print next to it, as JSON."""
 
     tally: Tally
     facts: dict[str, Any]

@@ -1,8 +1,8 @@
 """Successor heads (Gould et al. 2023): whether a head's OV circuit turns a token of an ordered set into its successor.
 
-A token goes through its embedding and the first feed-forward block, without any attention; that is what every later
-layer's heads are given, attending to it alone. Of the tokens of the set, the successor must be the one that the head
-raises most.
+A token goes through its embedding and the first feed-forward block, without any attention; the result is the input of
+every later layer's heads, which attend to this token only. Among the tokens of the set, the head must raise the
+successor most.
 """
 
 from __future__ import annotations
