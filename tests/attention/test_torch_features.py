@@ -99,6 +99,44 @@ def test_gradients_are_the_same_under_checkpointing(reentrant: bool) -> None:
         torch.testing.assert_close(got.grad, want.grad)
 
 
+PATHS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
+    "kernel": (torch.float32, {}),
+    "PyTorch's kernel": (torch.float64, {}),
+    "blocks of rows": (torch.float64, {"softcap": 2.0}),
+}
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("name", ["lengths", "starts", "offset"])
+def test_gradients_are_those_of_the_positions_at_the_time_of_the_call(name: str, path: str) -> None:
+    dtype, options = PATHS[path]
+    tensors = [x.to(dtype).requires_grad_() for x in inputs()]
+    positions = torch.tensor([2, 5])
+    out = headwise.attend(*tensors, causal=True, **{name: positions}, **options)
+    want = torch.autograd.grad(out.sum(), tensors, retain_graph=True)
+    positions.fill_(1)
+    torch.testing.assert_close(torch.autograd.grad(out.sum(), tensors), want, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("name", ["k", "mask", "bias", "sinks"])
+def test_tensors_changed_before_backward_are_pytorchs_error_or_do_not_matter(name: str, path: str) -> None:
+    dtype, options = PATHS[path]
+    q, k, v = (x.to(dtype) for x in inputs())
+    bias = torch.arange(7, dtype=dtype) / 7
+    given = {"mask": {"mask": bias > 0.5}, "bias": {"mask": bias}, "sinks": {"sinks": bias[:6]}}.get(name, {})
+    changed = k if name == "k" else next(iter(given.values()))
+    out = headwise.attend(q.requires_grad_(), k, v, **given, **options)
+    want = torch.autograd.grad(out.sum(), q, retain_graph=True)
+    changed.zero_()
+    try:
+        got = torch.autograd.grad(out.sum(), q)
+    except RuntimeError as error:
+        assert "modified by an inplace operation" in str(error)  # noqa: PT017  # a copy is as good
+    else:
+        torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
 def test_inference_tensors_work_outside_inference_mode() -> None:
     want = headwise.attend(*inputs(), causal=True)
     with torch.inference_mode():
