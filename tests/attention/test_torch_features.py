@@ -40,6 +40,27 @@ def test_negated_views_give_the_same_output() -> None:
     torch.testing.assert_close(headwise.attend(imaginary, k, v), headwise.attend(q, k, v))
 
 
+@pytest.mark.parametrize("name", ["q", "k", "v", "mask", "bias", "sinks", "gates"])
+def test_tensors_of_zeros_without_memory_are_zeros(name: str) -> None:
+    shapes = {"mask": (2, 1, 7, 7), "bias": (7, 7), "sinks": (6,), "gates": (6,)}
+    tensors: dict[str, Any] = dict(zip("qkv", inputs(), strict=True))
+    shape = shapes.get(name) or tensors[name].shape
+    dtype = torch.bool if name == "mask" else torch.float32
+    argument = "mask" if name == "bias" else name
+    for _ in range(3):  # repeated calls take a path of their own
+        got = headwise.head_stats(**{**tensors, argument: torch._efficientzerotensor(shape, dtype=dtype)})
+        want = headwise.head_stats(**{**tensors, argument: torch.zeros(shape, dtype=dtype)})
+        torch.testing.assert_close(got[0], want[0])
+        torch.testing.assert_close(got[1].entropy, want[1].entropy, equal_nan=True)
+
+
+def test_a_gradient_of_zeros_without_memory_gives_zeros() -> None:
+    tensors = [x.requires_grad_() for x in inputs()]
+    out = headwise.attend(*tensors, causal=True)
+    for x in torch.autograd.grad(out, tensors, torch._efficientzerotensor(out.shape)):
+        assert not x.any()
+
+
 def test_vmap_takes_attend_and_refuses_statistics() -> None:
     q, k, v = inputs()
 
