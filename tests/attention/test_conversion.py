@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from headwise import Alibi, Heads, KVCache, MultiHeadAttention, Rotary
+from headwise import Alibi, Heads, KVCache, MultiHeadAttention, Rotary, replace_attention
 from headwise.errors import HeadwiseError, ShapeError, UnsupportedError
 from helpers.known_modules import spread
 
@@ -241,9 +241,55 @@ def test_from_torch_of_a_subclass_gives_the_subclass():
     assert type(Mine(WIDTH, HEADS).prune_heads([0])) is Mine
 
 
+class DoubledValues(nn.MultiheadAttention):
+    """A subclass whose output is not PyTorch's."""
+
+    def forward(self, query, key, value, **options):
+        return super().forward(query, key, 2 * value, **options)
+
+
+def with_own_forward():
+    """A module with a forward that somebody set on it alone."""
+    module = theirs()
+    module.forward = module.forward
+    return module
+
+
+def quantized():
+    """A module whose projections are PyTorch's 8-bit ones."""
+    quantize = torch.ao.quantization.quantize_dynamic
+    return quantize(MultiHeadAttention(WIDTH, HEADS, dtype=torch.float32), {nn.Linear}, dtype=torch.qint8)
+
+
+def with_sequence():
+    """A module whose W_O is a sequence of layers."""
+    module = ours()
+    module.W_O = nn.Sequential(module.W_O, nn.Dropout())
+    return module
+
+
+@pytest.mark.filterwarnings("ignore:.*(torch.ao.quantization is|are) deprecated")
 @either(
     ("make", "words"),
     [
+        (
+            lambda: MultiHeadAttention.from_torch(DoubledValues(WIDTH, HEADS, batch_first=True)),
+            "has a forward of its own",
+        ),
+        (
+            lambda: MultiHeadAttention.from_torch(
+                torch.ao.nn.quantizable.MultiheadAttention(WIDTH, HEADS, batch_first=True)
+            ),
+            "has a forward of its own, which from_torch would lose; load its weights into an nn.MultiheadAttention",
+        ),
+        (lambda: MultiHeadAttention.from_torch(with_own_forward()), "has a forward of its own"),
+        (
+            lambda: quantized().prune_heads([0]),
+            "prune_heads reads the weights of nn.Linear layers, and W_Q is a torch.ao",
+        ),
+        (lambda: quantized().to_torch(), "to_torch reads the weights of nn.Linear layers, and W_Q is a torch.ao"),
+        (lambda: with_sequence().prune_heads([0]), "W_O is a torch.nn.*Sequential; call prune_heads before"),
+        (lambda: with_sequence().to_torch(), "W_O is a torch.nn.*Sequential; call to_torch before"),
         (
             lambda: MultiHeadAttention.from_torch(theirs(add_bias_kv=True)),
             "add_bias_kv=True appends a learned key and value to every sequence, .*; train without it",
@@ -265,6 +311,15 @@ def test_conversion_refuses_what_has_no_counterpart(make, words):
         make()
     assert type(caught.value) is UnsupportedError
     assert "\n" not in str(caught.value)
+
+
+def test_from_torch_takes_modules_of_replace_attention_and_parametrized_ones():
+    given = theirs()
+    qkv = inputs(ours())
+    want = given(*qkv)[0]
+    close(MultiHeadAttention.from_torch(replace_attention(copy.deepcopy(given)))(*qkv), want)
+    torch.nn.utils.parametrizations.weight_norm(given, "in_proj_weight")
+    close(MultiHeadAttention.from_torch(given)(*qkv), want)
 
 
 def test_frozen_zero_sinks_convert_to_add_zero_attn():

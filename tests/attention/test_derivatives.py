@@ -180,6 +180,38 @@ def test_second_derivatives_after_a_native_forward(name: str) -> None:
         torch.testing.assert_close(ours.double(), exact, rtol=1e-3, atol=1e-4 * float(exact.abs().max()))
 
 
+RELATED_INPUTS = {
+    "one tensor": lambda x: (x, x, x),
+    "keys are values": lambda x: (x.sin(), x, x),
+    "queries are keys": lambda x: (x, x, x.sin()),
+    "queries are computed from the keys": lambda x: (2 * x, x, x.sin()),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("related", RELATED_INPUTS.values(), ids=RELATED_INPUTS)
+def test_derivatives_of_related_inputs_count_each_of_them_once(related: Any, causal: bool, dtype: torch.dtype) -> None:
+    at = torch.randn(2, 3, 5, 7, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+
+    def by_definition(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = q @ k.transpose(-1, -2) / 7**0.5
+        if causal:
+            scores = scores.masked_fill(torch.ones(5, 5, dtype=torch.bool).triu(1), -torch.inf)
+        return scores.softmax(-1) @ v
+
+    def derivatives(attend: Any, x: Tensor) -> list[Tensor]:
+        x = x.clone().requires_grad_()
+        (first,) = torch.autograd.grad(attend(*related(x)).square().sum(), x, create_graph=True)
+        return [first.detach(), *torch.autograd.grad(first.sin().sum(), x)]
+
+    want = derivatives(by_definition, at)
+    got = derivatives(lambda *qkv: headwise.attend(*qkv, causal=causal), at.to(dtype))
+    rounding = 1e-10 if dtype == torch.float64 else 1e-3
+    for ours, exact in zip(got, want, strict=True):
+        torch.testing.assert_close(ours.double(), exact, rtol=rounding, atol=rounding * float(exact.abs().max()))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("causal", [False, True])
 def test_gradients_of_inputs_in_any_layout(causal: bool, dtype: torch.dtype) -> None:

@@ -692,6 +692,17 @@ def test_projections_may_be_replaced_by_other_layers():
     close(rounded(x, causal=True), module(x, causal=True))
 
 
+def test_projections_may_be_sequences_of_layers():
+    module, x = made(num_kv_heads=2), tokens()
+    want = module(x, causal=True), module.weights(x, causal=True)
+    for name in ("W_Q", "W_K", "W_V", "W_O"):
+        setattr(module, name, nn.Sequential(getattr(module, name), nn.Identity()))
+    close(module(x, causal=True), want[0])
+    close(module.weights(x, causal=True), want[1])
+    with pytest.raises(ShapeError, match="query must be"):
+        module(x[..., 1:])
+
+
 def test_module_takes_empty_inputs():
     module = made(num_kv_heads=2)
     out, a = module(tokens(count=0), need_weights=True)

@@ -108,3 +108,16 @@ def test_an_encoder_decoder_samples_too() -> None:
 def test_impossible_options_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(HeadwiseError, match=message):
         Decoder(SHAPE).generate(torch.tensor([[1]]), 1, **options)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("options", [{"temperature": 1.0}, {"top_k": 5}, {"top_p": 0.5}], ids=str)
+def test_logits_that_are_no_numbers_are_refused_instead_of_a_token_outside_the_vocabulary(
+    options: dict[str, Any], value: float
+) -> None:
+    logits = torch.zeros(3, VOCAB)
+    logits[1, 4] = value
+    with pytest.raises(HeadwiseError, match="no token can be sampled: some logits are NaN or inf; check the weights"):
+        Sampling(**options).choose(logits, None)
+    logits[1, 4] = -np.inf  # a token that is ruled out
+    assert int(Sampling(**options).choose(logits, None).max()) < VOCAB

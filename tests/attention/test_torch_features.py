@@ -40,6 +40,27 @@ def test_negated_views_give_the_same_output() -> None:
     torch.testing.assert_close(headwise.attend(imaginary, k, v), headwise.attend(q, k, v))
 
 
+@pytest.mark.parametrize("name", ["q", "k", "v", "mask", "bias", "sinks", "gates"])
+def test_tensors_of_zeros_without_memory_are_zeros(name: str) -> None:
+    shapes = {"mask": (2, 1, 7, 7), "bias": (7, 7), "sinks": (6,), "gates": (6,)}
+    tensors: dict[str, Any] = dict(zip("qkv", inputs(), strict=True))
+    shape = shapes.get(name) or tensors[name].shape
+    dtype = torch.bool if name == "mask" else torch.float32
+    argument = "mask" if name == "bias" else name
+    for _ in range(3):  # repeated calls take a path of their own
+        got = headwise.head_stats(**{**tensors, argument: torch._efficientzerotensor(shape, dtype=dtype)})
+        want = headwise.head_stats(**{**tensors, argument: torch.zeros(shape, dtype=dtype)})
+        torch.testing.assert_close(got[0], want[0])
+        torch.testing.assert_close(got[1].entropy, want[1].entropy, equal_nan=True)
+
+
+def test_a_gradient_of_zeros_without_memory_gives_zeros() -> None:
+    tensors = [x.requires_grad_() for x in inputs()]
+    out = headwise.attend(*tensors, causal=True)
+    for x in torch.autograd.grad(out, tensors, torch._efficientzerotensor(out.shape)):
+        assert not x.any()
+
+
 def test_vmap_takes_attend_and_refuses_statistics() -> None:
     q, k, v = inputs()
 
@@ -97,6 +118,44 @@ def test_gradients_are_the_same_under_checkpointing(reentrant: bool) -> None:
     for got, want in zip(ours, plain, strict=True):
         assert got.grad is not None and want.grad is not None
         torch.testing.assert_close(got.grad, want.grad)
+
+
+PATHS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
+    "kernel": (torch.float32, {}),
+    "PyTorch's kernel": (torch.float64, {}),
+    "blocks of rows": (torch.float64, {"softcap": 2.0}),
+}
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("name", ["lengths", "starts", "offset"])
+def test_gradients_are_those_of_the_positions_at_the_time_of_the_call(name: str, path: str) -> None:
+    dtype, options = PATHS[path]
+    tensors = [x.to(dtype).requires_grad_() for x in inputs()]
+    positions = torch.tensor([2, 5])
+    out = headwise.attend(*tensors, causal=True, **{name: positions}, **options)
+    want = torch.autograd.grad(out.sum(), tensors, retain_graph=True)
+    positions.fill_(1)
+    torch.testing.assert_close(torch.autograd.grad(out.sum(), tensors), want, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("name", ["k", "mask", "bias", "sinks"])
+def test_tensors_changed_before_backward_are_pytorchs_error_or_do_not_matter(name: str, path: str) -> None:
+    dtype, options = PATHS[path]
+    q, k, v = (x.to(dtype) for x in inputs())
+    bias = torch.arange(7, dtype=dtype) / 7
+    given = {"mask": {"mask": bias > 0.5}, "bias": {"mask": bias}, "sinks": {"sinks": bias[:6]}}.get(name, {})
+    changed = k if name == "k" else next(iter(given.values()))
+    out = headwise.attend(q.requires_grad_(), k, v, **given, **options)
+    want = torch.autograd.grad(out.sum(), q, retain_graph=True)
+    changed.zero_()
+    try:
+        got = torch.autograd.grad(out.sum(), q)
+    except RuntimeError as error:
+        assert "modified by an inplace operation" in str(error)  # noqa: PT017  # a copy is as good
+    else:
+        torch.testing.assert_close(got, want, rtol=0, atol=0)
 
 
 def test_inference_tensors_work_outside_inference_mode() -> None:

@@ -215,6 +215,15 @@ def test_a_causal_mask_is_recognised_without_a_hint_and_any_other_is_not(kind, m
     assert calls == [True]
 
 
+def test_a_causal_mask_is_recognised_whatever_the_default_device_is():
+    theirs, ours = pair(batch_first=True)
+    x, mask = torch.randn(BATCH, 5, WIDTH, dtype=F64), torch.ones(5, 5, dtype=torch.bool).triu(1)
+    want = theirs(x, x, x, attn_mask=mask)[0]
+    with torch.device("meta"):
+        got = ours(x, x, x, attn_mask=mask)[0]
+    close(got, want, 1e-10)
+
+
 def test_a_causal_hint_shows_appended_keys_to_all_queries_as_the_mask_does():
     theirs, ours = pair(add_bias_kv=True)
     x = torch.randn(BATCH, KEYS, WIDTH, dtype=F64)

@@ -65,6 +65,10 @@ class AttentionCall:
         visibility = replace(self.visibility, mask=mask, slopes=slopes)
         return replace(self, visibility=visibility, sinks=sinks, gates=gates)
 
+    def with_copied_positions(self) -> AttentionCall:
+        """The same call, for a backward pass before which the caller may change offset, starts or lengths in place."""
+        return self if self.visibility.uniform else replace(self, visibility=self.visibility.with_copied_positions())
+
     def part(self, batch: slice, kv_heads: slice) -> AttentionCall:
         """The call on some sequences and some KV heads with the query heads that read them; gates are left out."""
         heads = slice(kv_heads.start * self.size.group, kv_heads.stop * self.size.group)

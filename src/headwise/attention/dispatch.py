@@ -180,7 +180,7 @@ class OnePass(torch.autograd.Function):
         outputs = one_pass_backend(call).run(q, k, v, call, extra._replace(lse=True))
         collected.append(outputs)
         ctx.save_for_backward(q, k, v, sinks, mask, outputs.out, outputs.lse)
-        ctx.call = call
+        ctx.call = call.with_copied_positions()
         return outputs.out
 
     @staticmethod

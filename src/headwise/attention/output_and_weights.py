@@ -11,6 +11,7 @@ from torch import Tensor
 from . import dispatch
 from .backends import blockwise
 from .call import AttentionCall
+from .recomputation import separate_input
 from .torch_modes import in_forward_mode, in_transform, is_observed, needs_gradient, without_autocast
 
 BLOCK = blockwise.BLOCK // 2  # scores held at once: the weights are held beside them
@@ -50,11 +51,9 @@ class RecomputedWeights(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        inputs = ctx.saved_tensors
         create_graph = torch.is_grad_enabled()
         with torch.enable_grad():
-            if not create_graph:
-                inputs = [None if x is None else x.detach().requires_grad_(x.requires_grad) for x in inputs]
+            inputs: list[Any] = [None if x is None else separate_input(x, create_graph) for x in ctx.saved_tensors]
             q, k, sinks, mask = inputs
             weights = dispatch.weights(q, k, ctx.call.with_tensors(mask, ctx.call.visibility.slopes, sinks, None))
             weights = weights.mean(1) if ctx.average else weights

@@ -83,6 +83,8 @@ def find_template(
         return None
     if q.is_neg() or k.is_neg() or v.is_neg() or torch.is_autocast_enabled("cpu"):
         return None
+    if q._is_zerotensor() or k._is_zerotensor() or v._is_zerotensor():  # they have no memory
+        return None
     if is_observed() or in_transform():
         return None
     if not (q.layout is k.layout is v.layout is torch.strided):
@@ -90,6 +92,8 @@ def find_template(
     mask_form = None
     if mask is not None:
         if type(mask) is not Tensor or mask.dtype != torch.bool or not mask.is_cpu or mask.dim() != 4:
+            return None
+        if mask._is_zerotensor():
             return None
         mask_form = mask.shape, mask.stride()
     key = (

@@ -272,6 +272,14 @@ class Visibility:
             slopes=None if self.slopes is None else self.slopes[heads],
         )
 
+    def with_copied_positions(self) -> Visibility:
+        """The same with offset, start, keep_start and end of its own."""
+        copies = (
+            x.clone() if isinstance(x, Tensor) else x for x in (self.offset, self.start, self.keep_start, self.end)
+        )
+        offset, start, keep_start, end = copies
+        return replace(self, offset=offset, start=start, keep_start=keep_start, end=end)
+
     def without_padding(self) -> Visibility:
         """A right-padding mask replaced by lengths: PyTorch's kernels can skip keys that do not exist."""
         has_lengths = isinstance(self.end, Tensor) or self.end != self.size.keys

@@ -55,19 +55,33 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
     recompute = learning and visibility.readable and not is_observed()  # a compiler decides that for itself
     scratch = Scratch(upcast(q[:0])) if visibility.readable and not learning else None
 
-    def block(q: Tensor, k: Tensor, v: Tensor, part: AttentionCall, rows: slice, low: int, high: int) -> Tensor:
+    def block(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        slopes: Tensor | None,
+        sinks: Tensor | None,
+        part: AttentionCall,
+        rows: slice,
+        low: int,
+        high: int,
+    ) -> Tensor:
+        part = part.with_tensors(mask, slopes, sinks, None)
         e, total = exponentials(scores(q, k, part, rows, low, high, scratch), part.sinks)
         visible = part.visibility.allowed(rows, low, high) if nonfinite else None
         e = drop_weights(e, part, rows, low, high) if call.dropout else e
         return (sum_values(e, key_slice(v, low, high), visible) / total).to(q.dtype)
 
     outputs = []
-    for part in parts(call):
+    for part in parts(call.with_copied_positions() if recompute else call):
         q_part, k_part, v_part = part.of_queries(q), part.of_keys(k), part.of_keys(v)
+        # checkpoint notices a change of tensors that are arguments of their own
+        tensors = part.call.visibility.mask, part.call.visibility.slopes, part.call.sinks
         done = []
         for rows, low, high in row_blocks(part.call.visibility):
             q_rows = q_part if has_symbolic_sizes() else q_part[:, :, rows]
-            arguments = (q_rows, k_part, v_part, part.call, rows, low, high)
+            arguments = (q_rows, k_part, v_part, *tensors, part.call, rows, low, high)
             done.append(checkpoint(block, *arguments, use_reentrant=False) if recompute else block(*arguments))
         outputs.append(done[0] if len(done) == 1 else torch.cat(done, 2))
     return _join_parts(outputs, q.shape[1])

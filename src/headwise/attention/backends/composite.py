@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..call import AttentionCall
+from ..recomputation import separate_input
 from ..torch_modes import is_observed, needs_gradient, without_autocast
 from . import blockwise, sdpa
 from .protocol import apply_gates
@@ -73,13 +74,9 @@ def gradients(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, call: Attention
     tensors = (q, k, v, call.visibility.mask, call.visibility.slopes, call.sinks, call.gates)
     required = [x is not None and x.requires_grad for x in tensors]
     with torch.enable_grad(), without_autocast(q):
-        if not create_graph:
-            tensors = tuple(  # type: ignore[assignment]
-                None if x is None else x.detach().requires_grad_(needed)
-                for x, needed in zip(tensors, required, strict=True)
-            )
-        q, k, v, *others = tensors
+        inputs: list[Any] = [None if x is None else separate_input(x, create_graph) for x in tensors]
+        q, k, v, *others = inputs
         out = attend(q, k, v, call.with_tensors(*others), recompute=True, large=large)
-        leaves = [x for x, needed in zip(tensors, required, strict=True) if x is not None and needed]
+        leaves = [x for x, needed in zip(inputs, required, strict=True) if needed]
         grads = iter(torch.autograd.grad(out, leaves, grad_out, create_graph=create_graph, allow_unused=True))
     return Gradients(*(next(grads) if needed else None for needed in required))

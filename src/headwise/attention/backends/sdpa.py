@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..call import AttentionCall
+from ..recomputation import separate_input
 from ..torch_modes import has_symbolic_sizes, in_forward_mode, in_nested_transforms, is_readable, needs_gradient
 from ..visibility import Visibility
 from .blockwise import LARGE, exponentials, group_rows, grouped_matmul, max_magnitude, ungroup_rows, upcast
@@ -258,6 +259,7 @@ class Flash(torch.autograd.Function):
             else:
                 grads = _flash_backward(grad_out, q, k, v, out, lse, ctx.causal, mask, ctx.scale)
             return *grads, None, None, None
+        q, k, v = (separate_input(x, create_graph=True) for x in (q, k, v))
         leaves = [x for x in (q, k, v) if x.requires_grad]
         out = _flash_in_operators(q, k, v, mask, ctx.causal, ctx.scale)
         of_leaves = iter(torch.autograd.grad(out, leaves, grad_out, create_graph=True))

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ...errors import ShapeError, UnsupportedError
 from ...heads import Heads
 from .positions import Alibi, Rotary
+from .torch_module import HeadwiseMultiheadAttention
 
 if TYPE_CHECKING:
     from .module import MultiHeadAttention
@@ -23,6 +24,12 @@ def from_torch(cls: type[Module], module: nn.MultiheadAttention, batch_first: bo
     """The same attention with the same weights, dtype, device, mode and frozen parameters."""
     if not isinstance(module, nn.MultiheadAttention):
         raise UnsupportedError(f"from_torch takes an nn.MultiheadAttention, got {type(module).__name__}")
+    known_code = type(module).forward in (nn.MultiheadAttention.forward, HeadwiseMultiheadAttention.forward)
+    if not known_code or "forward" in vars(module):
+        raise UnsupportedError(
+            f"this {type(module).__name__} has a forward of its own, which from_torch would lose; load its weights "
+            "into an nn.MultiheadAttention if that computes the same"
+        )
     if module.bias_k is not None:
         raise UnsupportedError(
             "add_bias_kv=True appends a learned key and value to every sequence, which MultiHeadAttention cannot do; "
@@ -62,6 +69,7 @@ def from_torch(cls: type[Module], module: nn.MultiheadAttention, batch_first: bo
 
 def to_torch(module: MultiHeadAttention) -> nn.MultiheadAttention:
     """An nn.MultiheadAttention with the same outputs; grouped KV heads are repeated for their query heads."""
+    _check_projections("to_torch", module)
     heads = module.heads
     zero_sinks = module.sinks is not None and not module.sinks.requires_grad and not bool(module.sinks.any())
     reasons = {
@@ -108,6 +116,7 @@ def to_torch(module: MultiHeadAttention) -> nn.MultiheadAttention:
 
 def pruned(module: MultiHeadAttention, heads: Iterable[int]) -> MultiHeadAttention:
     """A module without these query heads: rows of W_Q, W_K and W_V and columns of W_O are removed."""
+    _check_projections("prune_heads", module)
     retained = retained_heads(module, heads)
     size = max(len(group) for group in retained.values())
     query: list[int | None] = [h for group in retained.values() for h in (*group, *[None] * (size - len(group)))]
@@ -137,6 +146,17 @@ def pruned(module: MultiHeadAttention, heads: Iterable[int]) -> MultiHeadAttenti
             norm.eps = old_norm.eps
     new.head_numbers = tuple(None if h is None else module.head_numbers[h] for h in query)
     return new.train(module.training)
+
+
+def _check_projections(function: str, module: MultiHeadAttention) -> None:
+    """Refuse layers in place of the projections whose output is not that of a weight and a bias."""
+    for name in ("W_Q", "W_K", "W_V", "W_O"):
+        kind = type(getattr(module, name))
+        if not issubclass(kind, nn.Linear) or kind.forward is not nn.Linear.forward:
+            raise UnsupportedError(
+                f"{function} reads the weights of nn.Linear layers, and {name} is a {kind.__module__}."
+                f"{kind.__qualname__}; call {function} before it is put there, or put an nn.Linear back"
+            )
 
 
 def set_heads(module: MultiHeadAttention, query: list[int | None], kv_count: int) -> None:

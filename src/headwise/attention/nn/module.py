@@ -369,7 +369,7 @@ class MultiHeadAttention(nn.Module):
         """
         position = self.position
         w_q = self.W_Q  # read once: a module's attributes are slow
-        _check_input("query", query, w_q)
+        _check_input("query", query, w_q, self.heads.width)
         self._check_keys(query, key, value, values)
         cross = _is_cross(query, key)
         if cache is not None:
@@ -417,7 +417,7 @@ class MultiHeadAttention(nn.Module):
         """q (B, Tq, H * d_k), k and v (B, Tk, Hkv * d_k): the heads side by side."""
         modules: dict[str, Any] = self._modules  # a module's attributes are slow
         w_q = modules["W_Q"]
-        _check_input("query", query, w_q)
+        _check_input("query", query, w_q, self.heads.width)
         self._check_keys(query, key, value, True)
         key = query if key is None else key
         return w_q(query), modules["W_K"](key), modules["W_V"](key if value is None else value)
@@ -448,21 +448,21 @@ class MultiHeadAttention(nn.Module):
             if self.kdim != self.heads.width:
                 raise ShapeError(f"keys of this module are {self.kdim} wide and queries {self.heads.width}: give a key")
         else:
-            _check_input("key", key, self.W_K)
+            _check_input("key", key, self.W_K, self.kdim)
             if key.shape[0] != query.shape[0]:
                 raise ShapeError(
                     f"query has {query.shape[0]} sequences and key {key.shape[0]}; each query needs its keys"
                 )
         if value is not None:
-            _check_input("value", value, self.W_V)
+            _check_input("value", value, self.W_V, self.vdim)
             if key is not None and value.shape[:2] != key.shape[:2]:
                 raise ShapeError(f"key is {shown(key.shape)} and value {shown(value.shape)}; each key needs a value")
         elif values and self.vdim != self.kdim:
             raise ShapeError(f"values of this module are {self.vdim} wide and keys {self.kdim}: give a value")
 
 
-def _check_input(name: str, x: Any, linear: nn.Linear) -> None:
-    width, weight = linear.in_features, linear._parameters.get("weight")
+def _check_input(name: str, x: Any, linear: nn.Module, width: int) -> None:
+    weight = linear._parameters.get("weight")
     if type(x) is Tensor and type(weight) is nn.Parameter:
         dense, alike = x.layout is torch.strided and not x.is_nested, x.dtype is weight.dtype
         if dense and alike and x.device == weight.device and x.dim() == 3 and x.shape[2] == width:

@@ -76,6 +76,10 @@ class Sampling:
         if self.greedy:
             return logits.argmax(-1, keepdim=True)
         cumulative = self.probabilities(logits).cumsum(-1)
+        if not bool(cumulative[:, -1].isfinite().all()):  # the search below would give a token that does not exist
+            raise HeadwiseError(
+                "no token can be sampled: some logits are NaN or inf; check the weights and their dtype"
+            )
         draws = torch.rand(len(logits), 1, dtype=torch.float64, device=logits.device, generator=generator)
         # a draw is below 1, so that it is below the last sum; right: a token of probability 0 is never chosen
         return torch.searchsorted(cumulative, draws * cumulative[:, -1:], right=True)

@@ -104,7 +104,7 @@ def _is_triangle(mask: Tensor) -> bool:
         return False
     if mask[0, 1].item() != (True if mask.dtype == torch.bool else -torch.inf):  # most other masks differ there
         return False
-    triangle = torch.ones(mask.shape, dtype=torch.bool).triu(1)
+    triangle = torch.ones_like(mask, dtype=torch.bool).triu(1)  # on the mask's device, whatever the default is
     return torch.equal(mask, triangle if mask.dtype == torch.bool else _as_bias(triangle, mask.dtype))
 
 

@@ -260,11 +260,10 @@ def run_into(
     rows: Tensor | None = None,
 ) -> Tensor:
     """The output; the requested sums (COLUMNS and classes, B, H) float64 and the other buffers are filled."""
-    if q.is_neg() or k.is_neg() or v.is_neg():  # views that PyTorch negates as it reads them
-        q, k, v = q.resolve_neg(), k.resolve_neg(), v.resolve_neg()
+    q, k, v = _in_memory(q), _in_memory(k), _in_memory(v)
     visibility = call.visibility
-    if visibility.mask is not None and visibility.mask.is_neg():
-        visibility = replace(visibility, mask=visibility.mask.resolve_neg())
+    if visibility.mask is not None and _in_memory(visibility.mask) is not visibility.mask:
+        visibility = replace(visibility, mask=_in_memory(visibility.mask))
         call = replace(call, visibility=visibility)
     classes = queries = None
     if request is not None:
@@ -358,9 +357,9 @@ def backward(
 
     None where a number is not finite, or so large that single precision may fail.
     """
-    grad_out, q, k, v, out = (x.resolve_neg() if x.is_neg() else x for x in (grad_out, q, k, v, out))
+    grad_out, q, k, v, out = (_in_memory(x) for x in (grad_out, q, k, v, out))
     visibility, size, lse = call.visibility, call.size, lse.contiguous()
-    mask = None if visibility.mask is None else visibility.mask.resolve_neg()
+    mask = None if visibility.mask is None else _in_memory(visibility.mask)
     template = make_template(q, k, v, call)
     numbers = [_per_sequence(x) for x in _positions(visibility)]
     sinks, slopes = _as_floats(call.sinks), _as_floats(visibility.slopes)
@@ -408,8 +407,15 @@ def _table_address(template: Template) -> int:
     return 0 if template.windows is None else ctypes.addressof(template.windows)
 
 
+def _in_memory(x: Tensor) -> Tensor:
+    """x with its numbers in memory, which a view that PyTorch negates has not, nor a tensor of zeros of autograd's."""
+    if x._is_zerotensor():
+        return x.new_zeros(x.shape)
+    return x.resolve_neg() if x.is_neg() else x
+
+
 def _as_floats(x: Tensor | None) -> Tensor | None:
-    return None if x is None else x.detach().float().resolve_neg().contiguous()
+    return None if x is None else _in_memory(x.detach()).float().contiguous()
 
 
 def _per_sequence(x: int | Tensor) -> Tensor | None:
