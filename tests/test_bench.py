@@ -50,6 +50,8 @@ def test_the_goals_of_the_attention_cases() -> None:
         ("module", "nn.MultiheadAttention"): 1.3,
         ("module", "textbook"): 1.7,
         ("training", "nn.MultiheadAttention"): 1.2,
+        ("training-compiled", "nn.MultiheadAttention"): 1.8,
+        ("training-compiled", "the same uncompiled"): 0.95,
         ("training-dropout", "nn.MultiheadAttention"): 1.8,
         **{(name, cases.SDPA): goal for name, goal in STATISTICS.items()},
         **dict.fromkeys(((name, cases.ATTEND) for name in STATISTICS), 0.95),
