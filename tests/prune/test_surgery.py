@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -111,6 +112,28 @@ def test_removing_a_whole_group_removes_its_kv_head_and_cache(name: str) -> None
         assert error(got.logits, masked_output(model, heads, batch).logits) < EXACT
         full = model(**batch, use_cache=True)
     assert got.past_key_values.layers[0].keys.shape[1] * 2 == full.past_key_values.layers[0].keys.shape[1]
+
+
+@pytest.mark.parametrize(("name", "zero"), [("llama", False), ("llama", True), ("gpt2", True)])
+def test_a_zeroed_head_that_was_trained_stays_in_a_further_removal(name: str, zero: bool) -> None:
+    batch = inputs(name)
+    trained = headwise.prune_heads(build(name), {0: [1]}, zero=zero)
+    assert None in trained.headwise_heads[0]
+    optimizer = torch.optim.SGD(trained.parameters(), lr=1e-2)
+    trained(**batch)[0].square().mean().backward()
+    optimizer.step()
+    want = masked_output(trained, {0: [4]}, batch)
+    with torch.no_grad():
+        assert error(headwise.prune_heads(trained, {0: [4]})(**batch), want) < EXACT
+
+
+def test_a_zeroed_head_that_was_trained_has_no_zeroed_form(tmp_path: Path) -> None:
+    trained = headwise.prune_heads(build("llama"), {0: [1]})
+    with torch.no_grad():
+        trained.layers[0].self_attn.o_proj.weight.add_(1e-3)
+    with pytest.raises(HeadwiseError, match="no zeroed form: training changed a zeroed head of self layer 0"):
+        headwise.save(trained, tmp_path / "model", form="zeroed")
+    assert not list(tmp_path.iterdir())
 
 
 def test_uneven_groups_are_padded_with_zeroed_heads() -> None:

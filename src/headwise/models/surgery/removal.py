@@ -26,7 +26,7 @@ from .compensation import COMPENSATE, Compensation, add_to_output_bias, removed_
 from .dummy_inputs import close, difference, dummy_inputs, failure, first_line, random_input
 from .kept_heads import KeptHeads, kept_heads, set_head_numbers, set_kept_heads
 from .offloading import in_memory
-from .reshape import Slots, head_slots, reshape_heads, select_heads_of
+from .reshape import Slots, head_slots, reshape_heads, select_heads_of, zero_padding
 from .save_pretrained import attach
 from .shared_biases import share_biases
 
@@ -145,9 +145,7 @@ def _remove_heads(model: Any, removed: dict[str, list[int]], constants: dict[str
             _zero_heads(model, site, removed[site.name])
     for layer in cuts:
         # padding of an earlier removal goes too: it is made anew where it is still needed
-        record = kept_heads(layer.site.module)
-        removed_slots = {*removed[layer.site.name], *(record.padding if record is not None else ())}
-        reshape_heads(layer, *head_slots(layer, removed_slots))
+        reshape_heads(layer, *head_slots(layer, {*removed[layer.site.name], *zero_padding(layer)}))
     share_biases(sites)
     multihead.keep_padded(model)
     set_head_numbers(model)

@@ -86,6 +86,17 @@ def reshape_heads(layer: Projections, query: Slots, kv: Slots) -> None:
     set_kept_heads(layer.site.module, after)
 
 
+def zero_padding(layer: Projections) -> list[int]:
+    """The positions of zeroed heads of an earlier removal that still are zeros: training may have changed W_O."""
+    record = kept_heads(layer.site.module)
+    if record is None or not record.padding:
+        return []
+    weight = layer.out.get_parameter("weight").detach()
+    columns = (weight.T if row_dim(layer.out) else weight).unflatten(1, (layer.query, -1))  # (width, heads, value_dim)
+    alive = columns.ne(0).any(2).any(0).tolist()
+    return [head for head in record.padding if not alive[head]]
+
+
 def select_heads_of(module: nn.Module, name: str, dim: int, slots: Slots, count: int) -> None:
     """Replace a parameter, whose dimension holds count heads, by the heads of the slots.
 
