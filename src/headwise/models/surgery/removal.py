@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ...errors import HeadwiseError, UnsupportedError
 from ...plans import Plan
 from .. import multihead
+from ..batches import as_batches
 from ..hooks import has_hooks
 from ..structure.adapters import find_adapter
 from ..structure.discovery import ModuleClass
@@ -20,7 +21,7 @@ from ..structure.linear_layers import row_dim
 from ..structure.observed import copy_layers, forget_layers
 from ..structure.partition import check_whole
 from ..structure.projections import Projections, check_zeroable, layer_shapes, projections, refusal
-from ..structure.sites import ByLayer, Site, attention_sites, find_site, first_per_module, require_sites
+from ..structure.sites import ByLayer, Site, attention_sites, find_sites, first_per_module, require_sites
 from ..structure.wrappers import is_sharded
 from .compensation import COMPENSATE, Compensation, add_to_output_bias, removed_outputs
 from .dummy_inputs import close, difference, dummy_inputs, failure, first_line, random_input
@@ -76,7 +77,7 @@ def prune_heads(
     if isinstance(heads, Plan):
         check_plan(heads, model)
         heads = heads.heads
-    batches = None if batches is None else list(batches)
+    batches = None if batches is None else as_batches(batches)
     removed = heads_by_module(model, heads, allow_empty)
     pruned = copy_for_surgery(model)
     constants = removed_outputs(pruned, removed, compensate, batches)
@@ -100,8 +101,7 @@ def heads_by_module(model: nn.Module, heads: ByLayer[Any], allow_empty: bool = T
         raise HeadwiseError(f"heads must be {{layer: [heads]}} or a Plan, got {type(heads).__name__}")
     sites = require_sites(model)
     by_layer: dict[tuple[str, int], list[int]] = {}
-    for key, requested in heads.items():
-        site = find_site(model, sites, key)
+    for site, requested in zip(find_sites(model, sites, heads), heads.values(), strict=True):
         count = query_heads(model, site)
         numbers = sorted(set(head_numbers(site, requested, count)))
         if len(numbers) == count and not allow_empty:
