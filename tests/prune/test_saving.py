@@ -253,6 +253,57 @@ def test_a_record_of_another_model_is_refused(tmp_path: Path) -> None:
             headwise.load(tmp_path / "model")
 
 
+# --- models with something that is not pruned, or not plain, beside the heads ---
+
+
+def pruned_with_inputs(name: str) -> tuple[Any, dict[str, Any]]:
+    """A pruned model in float64, and its inputs."""
+    random = torch.Generator().manual_seed(0)
+    pixels = {"pixel_values": torch.randn(2, 3, 28, 28, generator=random).double()}
+    small = {"hidden_size": 60, "num_hidden_layers": 2, "num_attention_heads": 5, "intermediate_size": 37}
+    image = small | {"image_size": 28, "patch_size": 7}
+    torch.manual_seed(0)
+    if name == "wav2vec2":  # its class parametrizes a convolution
+        config: Any = transformers.Wav2Vec2Config(
+            **small, conv_dim=[8], conv_kernel=[5], conv_stride=[4], num_conv_pos_embeddings=4,
+            num_conv_pos_embedding_groups=2,
+        )  # fmt: skip
+        model: Any = transformers.Wav2Vec2Model(config)
+        return headwise.prune_heads(model.double().eval(), {0: [1]}), {"input_values": pixels["pixel_values"][:, 0, 0]}
+    if name == "segformer":  # heads of its first stage cannot be cut out
+        config = transformers.SegformerConfig(
+            num_encoder_blocks=2, depths=[1, 1], hidden_sizes=[12, 24], num_attention_heads=[2, 3], sr_ratios=[2, 1],
+            patch_sizes=[7, 3], strides=[4, 2], decoder_hidden_size=11,
+        )  # fmt: skip
+        return headwise.prune_heads(transformers.SegformerModel(config).double().eval(), {1: [1]}), pixels
+    if name == "aimv2":  # its pooling head has no W_O that is known
+        model = transformers.Aimv2VisionModel(transformers.Aimv2VisionConfig(**image, use_head=True))
+        return headwise.prune_heads(model.double().eval(), {"encoder.layers.0.attention": [1]}), pixels
+    model = transformers.ViTMAEModel(transformers.ViTMAEConfig(**image))  # it hides patches at random
+    return headwise.prune_heads(model.double().eval(), {0: [1]}), pixels
+
+
+@pytest.mark.parametrize("name", ["wav2vec2", "segformer", "aimv2", "vit_mae"])
+def test_a_pruned_model_with_other_unusual_parts_is_saved(name: str, tmp_path: Path) -> None:
+    pruned, batch = pruned_with_inputs(name)
+    headwise.save(pruned, tmp_path / "model")
+    reloaded = headwise.load(tmp_path / "model")
+    with torch.no_grad():
+        torch.manual_seed(3)
+        want = pruned(**batch)
+        torch.manual_seed(3)
+        assert error(reloaded(**batch), want) < CLOSE[torch.float64]
+
+
+def test_saving_leaves_the_state_of_the_random_numbers(tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    want = torch.rand(1)
+    pruned, _ = pruned_with_inputs("vit_mae")
+    torch.manual_seed(3)
+    headwise.save(pruned, tmp_path / "model", form="compact")
+    assert torch.equal(torch.rand(1), want)
+
+
 # --- save_pretrained ---
 
 

@@ -15,6 +15,7 @@ import headwise
 from headwise import HeadwiseError, UnsupportedError
 from headwise.models.structure.heads import query_heads
 from headwise.models.structure.sites import attention_sites
+from headwise.models.surgery import removal, reshape
 from helpers import prunable_models
 from helpers.prunable_models import (
     CLOSE,
@@ -165,6 +166,29 @@ def test_a_pruned_model_can_be_pruned_masked_and_watched(name: str) -> None:
                 once(**batch)
             assert seen[site.key].heads.query == len(before)
     assert once.headwise_heads[key] == before
+
+
+def test_a_layer_that_splits_by_stored_widths_is_pruned_exactly() -> None:
+    exaone: Any = pytest.importorskip("transformers.models.exaone4_5.modeling_exaone4_5", reason="a newer transformers")
+    torch.manual_seed(0)
+    config = exaone.Exaone4_5_VisionConfig(
+        depth=2, hidden_size=48, intermediate_size=37, num_heads=6, num_key_value_heads=3, patch_size=4,
+        temporal_patch_size=1, out_hidden_size=20, fullatt_block_indexes=[1], window_size=16,
+    )  # fmt: skip
+    model = exaone.Exaone4_5_VisionModel(config).double().eval()
+    batch = {"hidden_states": torch.randn(48, 48).double(), "grid_thw": torch.tensor([[1, 4, 4], [1, 4, 8]])}
+    heads = {0: [1], 1: [2, 3]}
+    want = masked_output(model, heads, batch)
+    with torch.no_grad():
+        assert error(headwise.prune_heads(model, heads)(**batch), want) < EXACT
+
+
+def test_code_that_fails_on_the_given_batches_without_heads_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batch = build("gpt2"), inputs("gpt2")
+    monkeypatch.setattr(removal, "dummy_inputs", lambda model: None)
+    monkeypatch.setattr(reshape, "QUERY_WIDTHS", ())  # GPT-2 splits by a width that it stores
+    with pytest.raises(UnsupportedError, match="cannot be cut out: without them its code fails"):
+        headwise.prune_heads(model, {0: [1]}, batches=[batch])
 
 
 def test_removing_every_head_of_a_layer_needs_allow_empty() -> None:

@@ -182,7 +182,9 @@ def _check_result(
             for site in foreign:
                 zeroed, layer = zeroed_model.get_submodule(site.name), projections(pruned, site)
                 _compare(zeroed, site.module, site, _layer_inputs(zeroed, layer))
-    elif inputs is not None and (reason := failure(pruned, inputs)) and not failure(model, inputs):
+        return
+    inputs = batches[0] if inputs is None and batches else inputs
+    if inputs is not None and (reason := failure(pruned, inputs)) and not failure(model, inputs):
         raise refusal(attention_sites(pruned)[0], f"without them its code fails ({reason})")
 
 

@@ -30,8 +30,9 @@ KV_COUNTS = ("num_key_value_heads", "num_kv_heads", "kv_heads", "n_kv_heads")
 GROUP_SIZES = ("num_key_value_groups", "num_kv_groups", "num_groups", "n_rep")
 QUERY_WIDTHS = (
     "all_head_size", "inner_dim", "split_size", "embed_dim", "hidden_size", "dim", "attn_dim", "d_model", "n_embd",
+    "q_dim", "q_size",
 )  # fmt: skip
-KV_WIDTHS = ("kv_dim",)
+KV_WIDTHS = ("kv_dim", "kv_size")
 
 
 def head_slots(layer: Projections, removed: Iterable[int]) -> tuple[Slots, Slots]:

@@ -279,13 +279,26 @@ def _check_folder(folder: Path, overwrite: bool) -> None:
 def _check_plain_modules(model: nn.Module) -> None:
     """Refuse a model whose state dict, under the names of its class, is not all that it computes with."""
     check_whole_weights(model, attention_sites(model), "save")
+    own = _own_parametrizations(model)
     for path, module in model.named_modules():
-        if problem := wrapping_problem(module):
+        if path not in own and (problem := wrapping_problem(module)):
             reason, remedy = problem
             raise UnsupportedError(
                 f"{type(model).__name__} cannot be saved: {path or 'it'} ({type(module).__name__}) is not plain "
                 f"({reason}); {remedy}"
             )
+
+
+def _own_parametrizations(model: nn.Module) -> set[str]:
+    """Paths of the modules that a class of transformers parametrizes itself, as Wav2Vec2 does: a new model has them."""
+    paths = {path for path, module in model.named_modules() if nn.utils.parametrize.is_parametrized(module)}
+    if not paths or not is_transformers_model(model):
+        return set()
+    try:
+        fresh: nn.Module = empty_model(type(model), model.config)
+    except Exception:  # a class that cannot be built from its config alone
+        return set()
+    return {path for path, x in fresh.named_modules() if path in paths and nn.utils.parametrize.is_parametrized(x)}
 
 
 def _check_weights(model: Any) -> None:
