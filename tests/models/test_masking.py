@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -191,6 +192,17 @@ def test_gates_by_kind_of_attention() -> None:
         torch.testing.assert_close(run(model, batch), ours)
 
 
+@pytest.mark.parametrize("number", [np.int64, np.uint8, torch.tensor])
+def test_layers_and_heads_can_be_numbers_of_numpy_and_pytorch(number: Any) -> None:
+    family = BY_NAME["llama"]
+    model, batch = build(family), inputs(family, "right")
+    with headwise.mask_heads(model, {1: [2]}):
+        expected = run(model, batch)
+    for key in (number(1), ("self", number(1))):
+        with headwise.mask_heads(model, {key: [number(2)]}):
+            assert torch.equal(run(model, batch), expected)
+
+
 def test_layers_can_be_named_by_module_paths() -> None:
     family = BY_NAME["bart"]
     model, batch = build(family), inputs(family, "right")
@@ -342,6 +354,10 @@ BAD = [
     ({0.5: [0]}, "zero", "a layer is a number, \\(kind, number\\) or a module's path, got 0.5"),
     ({0: "1"}, "zero", "heads of self layer 0 must be a list of numbers, got '1'"),
     ({0: None}, "zero", "heads of self layer 0 must be a list of numbers, got None"),
+    ({0: [False, True]}, "zero", "self layer 0: heads must be whole numbers, got \\[False, True\\]"),
+    ({0: torch.tensor([False, True])}, "zero", "self layer 0: heads must be whole numbers, got tensor"),
+    ({0: [1], ("self", 0): [2]}, "zero", "self layer 0 is named twice, as 0 and as .'self', 0.; give all"),
+    ({"self": torch.ones(4, 6), 1: [2]}, "zero", "self layer 1 is named twice, as 'self' and as 1; give all"),
     ([0], "zero", "heads must be {layer: \\[heads\\]} or gates \\(layers, heads\\), got list"),
     (torch.ones(4, 5), "zero", "gates have shape \\(4, 5\\); \\(4, 6\\) is expected"),
     (torch.ones(4, 7), "zero", "gates have shape \\(4, 7\\); \\(4, 6\\) is expected"),

@@ -304,6 +304,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"weights": {1: [5]}}, "head 5 does not exist; there are 5, 0 to 4"),
     ({"weights": {1: "a"}}, "heads of self layer 1 must be a list of numbers, got 'a'"),
     ({"weights": {1: None}}, "heads of self layer 1 must be a list of numbers, got None"),
+    (
+        {"weights": {1: [2], "layer.1.attention.self": [3]}},
+        "self layer 1 is named twice, as 1 and as 'layer.1",
+    ),
     ({"weights": ("cross", 1)}, "no 'cross' attention in BertModel; it has self"),
     ({"outputs": "encoder.layer.0.output"}, "no attention at 'encoder.layer.0.output'; there are"),
     ({"weights": 1.5}, "a layer is a number, \\(kind, number\\) or a module's path, got 1.5"),

@@ -394,6 +394,18 @@ def test_rescoring_between_steps_keeps_one_of_two_redundant_heads() -> None:
     assert damage(in_two_steps) < damage(in_one_step) - 5
 
 
+def test_one_batch_and_ids_of_32_bits_are_scored_as_a_list_of_long_ones() -> None:
+    model = causal()
+    ids = inputs("llama")["input_ids"]
+    expected = headwise.importance(model, [{"input_ids": ids}])["self"]
+    short = ids.int()
+    for batches in ({"input_ids": ids}, ids, [short], [{"input_ids": short, "labels": short}]):
+        np.testing.assert_allclose(headwise.importance(model, batches)["self"], expected, rtol=1e-5, atol=1e-6)
+    labels = torch.tensor([0, 2, 1])
+    by_label = [headwise.importance(classifier(), make_batches("bert", 1, labels=x)) for x in (labels, labels.int())]
+    np.testing.assert_allclose(by_label[0]["self"], by_label[1]["self"], rtol=1e-5, atol=1e-6)
+
+
 def test_bad_arguments_of_importance_and_plan_are_named() -> None:
     model, batches = build("bert"), make_batches("bert")
     for call, message in [
@@ -421,6 +433,13 @@ def test_bad_arguments_of_importance_and_plan_are_named() -> None:
         ),
         (lambda: headwise.plan(table([[1.0]]), budget="latency"), 'budget="latency" needs model='),
         (lambda: headwise.plan({}), "there are no scores to plan with"),
+        (
+            lambda: headwise.plan(table([[np.nan, np.nan]])),
+            "scores of self layer 0 are not finite; only heads that",
+        ),
+        (lambda: headwise.plan(table([[1.0, 2.0], [1.0, np.inf]])), "the scores of self layer 1 are not finite"),
+        (lambda: headwise.plan(table([[1.0, np.nan, 2.0]])), "the scores of self layer 0 are not finite"),
+        (lambda: headwise.importance(model, "text"), "batches is a list of batches of model inputs, got str"),
         (lambda: plan_in_steps(model, batches, 0.5, steps=0), "steps must be a whole number of at least 1"),
     ]:
         with pytest.raises(HeadwiseError, match=message):

@@ -206,3 +206,31 @@ def test_into_is_refused_where_nothing_needs_it(tmp_path: Path) -> None:
     with pytest.raises(HeadwiseError, match="has all that its Decoder is built from; leave into= out"):
         headwise.load(tmp_path / "m", into=STACKS["tied"]())
     assert {p.dtype for p in headwise.load(tmp_path / "m", dtype="bfloat16").parameters()} == {torch.bfloat16}
+
+
+class HubModel(nn.Module):
+    """A model of another package that has its own save_pretrained, as those of diffusers and huggingface_hub have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = nn.TransformerEncoderLayer(WIDTH, HEADS, 17, dropout=0, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.block(x)
+        return out
+
+    def save_pretrained(self, save_directory: Any) -> None:
+        raise AssertionError("its config would say the old number of heads")
+
+
+@pytest.mark.parametrize("write", ["save_pretrained", "headwise.save"])
+def test_a_pruned_model_of_another_package_is_saved(write: str, tmp_path: Path) -> None:
+    model, x = HubModel().double().eval(), torch.randn(BATCH, TOKENS, WIDTH, dtype=torch.float64)
+    pruned = headwise.prune_heads(model, {0: [1]})
+    if write == "headwise.save":
+        headwise.save(pruned, tmp_path / "model")
+    else:
+        pruned.save_pretrained(tmp_path / "model")
+    with torch.no_grad():
+        again = headwise.load(tmp_path / "model", into=model)
+        torch.testing.assert_close(again(x), pruned(x), rtol=0, atol=1e-12)

@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -252,6 +253,57 @@ def test_a_record_of_another_model_is_refused(tmp_path: Path) -> None:
             headwise.load(tmp_path / "model")
 
 
+# --- models with something that is not pruned, or not plain, beside the heads ---
+
+
+def pruned_with_inputs(name: str) -> tuple[Any, dict[str, Any]]:
+    """A pruned model in float64, and its inputs."""
+    random = torch.Generator().manual_seed(0)
+    pixels = {"pixel_values": torch.randn(2, 3, 28, 28, generator=random).double()}
+    small = {"hidden_size": 60, "num_hidden_layers": 2, "num_attention_heads": 5, "intermediate_size": 37}
+    image = small | {"image_size": 28, "patch_size": 7}
+    torch.manual_seed(0)
+    if name == "wav2vec2":  # its class parametrizes a convolution
+        config: Any = transformers.Wav2Vec2Config(
+            **small, conv_dim=[8], conv_kernel=[5], conv_stride=[4], num_conv_pos_embeddings=4,
+            num_conv_pos_embedding_groups=2,
+        )  # fmt: skip
+        model: Any = transformers.Wav2Vec2Model(config)
+        return headwise.prune_heads(model.double().eval(), {0: [1]}), {"input_values": pixels["pixel_values"][:, 0, 0]}
+    if name == "segformer":  # heads of its first stage cannot be cut out
+        config = transformers.SegformerConfig(
+            num_encoder_blocks=2, depths=[1, 1], hidden_sizes=[12, 24], num_attention_heads=[2, 3], sr_ratios=[2, 1],
+            patch_sizes=[7, 3], strides=[4, 2], decoder_hidden_size=11,
+        )  # fmt: skip
+        return headwise.prune_heads(transformers.SegformerModel(config).double().eval(), {1: [1]}), pixels
+    if name == "aimv2":  # its pooling head has no W_O that is known
+        model = transformers.Aimv2VisionModel(transformers.Aimv2VisionConfig(**image, use_head=True))
+        return headwise.prune_heads(model.double().eval(), {"encoder.layers.0.attention": [1]}), pixels
+    model = transformers.ViTMAEModel(transformers.ViTMAEConfig(**image))  # it hides patches at random
+    return headwise.prune_heads(model.double().eval(), {0: [1]}), pixels
+
+
+@pytest.mark.parametrize("name", ["wav2vec2", "segformer", "aimv2", "vit_mae"])
+def test_a_pruned_model_with_other_unusual_parts_is_saved(name: str, tmp_path: Path) -> None:
+    pruned, batch = pruned_with_inputs(name)
+    headwise.save(pruned, tmp_path / "model")
+    reloaded = headwise.load(tmp_path / "model")
+    with torch.no_grad():
+        torch.manual_seed(3)
+        want = pruned(**batch)
+        torch.manual_seed(3)
+        assert error(reloaded(**batch), want) < CLOSE[torch.float64]
+
+
+def test_saving_leaves_the_state_of_the_random_numbers(tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    want = torch.rand(1)
+    pruned, _ = pruned_with_inputs("vit_mae")
+    torch.manual_seed(3)
+    headwise.save(pruned, tmp_path / "model", form="compact")
+    assert torch.equal(torch.rand(1), want)
+
+
 # --- save_pretrained ---
 
 
@@ -318,6 +370,84 @@ def test_save_pretrained_takes_the_state_dict_of_a_trainer(tmp_path: Path) -> No
         with pytest.raises(HeadwiseError, match=words):
             pruned.save_pretrained(tmp_path / "other", **batch)
     assert os.listdir(tmp_path) == ["model"]
+
+
+class FakeHub:
+    """The calls of huggingface_hub.HfApi that an upload makes, on a local folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.commits: list[dict[str, Any]] = []
+
+    def __call__(self, token: Any) -> FakeHub:
+        return self
+
+    def create_repo(self, repo_id: str, private: bool | None, exist_ok: bool) -> Any:
+        (self.folder / repo_id).mkdir(parents=True, exist_ok=exist_ok)
+        return SimpleNamespace(repo_id=repo_id)
+
+    def create_branch(self, repo_id: str, branch: str, exist_ok: bool) -> None:
+        assert branch == "branch" and exist_ok
+
+    def file_exists(self, repo_id: str, filename: str, revision: str | None) -> bool:
+        return (self.folder / repo_id / filename).exists()
+
+    def hf_hub_download(self, repo_id: str, filename: str, revision: str | None) -> str:
+        return str(self.folder / repo_id / filename)
+
+    def upload_folder(self, repo_id: str, folder_path: Path, **commit: Any) -> str:
+        shutil.copytree(folder_path, self.folder / repo_id, dirs_exist_ok=True)
+        self.commits.append(commit)
+        return repo_id
+
+
+@pytest.mark.parametrize(("name", "heads"), [("bert", {0: [1]}), ("mistral", WHOLE_GROUP)])
+def test_an_uploaded_pruned_model_has_the_card_that_says_how_to_load_it(
+    name: str, heads: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub, batch = FakeHub(tmp_path / "hub"), inputs(name)
+    monkeypatch.setattr("huggingface_hub.HfApi", hub)
+    pruned = headwise.prune_heads(build(name), heads)
+    pruned.save_pretrained(tmp_path / "model")
+    saved = (tmp_path / "model" / "README.md").read_text()
+    assert pruned.push_to_hub("someone/smaller", revision="branch", max_shard_size="1GB") == "someone/smaller"
+    folder = tmp_path / "hub" / "someone" / "smaller"
+    with torch.no_grad():
+        assert error(headwise.load(folder)(**batch), pruned(**batch)) < CLOSE[torch.float32]
+    assert (folder / "README.md").read_text() == saved
+    commit = {"commit_message": "Upload model", "commit_description": None, "create_pr": False, "revision": "branch"}
+    assert hub.commits == [commit]
+    copy.deepcopy(pruned).push_to_hub("someone/smaller", tags=["small"])
+    card = (folder / "README.md").read_text()
+    assert "- small" in card and card.split("---")[2].strip() == saved.split("---")[2].strip()
+    (folder / "README.md").write_text("The user's own.")
+    pruned.push_to_hub("someone/smaller")
+    assert (folder / "README.md").read_text() == "The user's own."
+    assert "push_to_hub" not in vars(headwise.prune_heads(build(name), heads, zero=True))
+
+
+@pytest.mark.parametrize("form", ["compact", "zeroed"])
+def test_a_saved_model_is_loaded_in_a_dtype_given_by_name(form: Any, tmp_path: Path) -> None:
+    pruned = headwise.prune_heads(build("bert").to(torch.bfloat16), {0: [1]})
+    headwise.save(pruned, tmp_path / "model", form=form)
+    for dtype, want in (("auto", torch.bfloat16), ("float32", torch.float32), ("torch.float64", torch.float64)):
+        assert headwise.load(tmp_path / "model", dtype=dtype).dtype == want
+    for dtype in ("float33", "int8", 16):
+        with pytest.raises(HeadwiseError, match=f"dtype must be one of floating point, .* got {dtype!r}"):
+            headwise.load(tmp_path / "model", dtype=dtype)
+
+
+def test_save_pretrained_of_a_pruned_model_with_adapters_is_left_to_transformers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pruned = headwise.prune_heads(build("bert"), {0: [1]})
+    calls = []
+    for name in ("save_pretrained", "push_to_hub"):
+        monkeypatch.setattr(type(pruned), name, lambda self, *args, **options: calls.append((self, args[0])))
+    pruned._hf_peft_config_loaded = True  # by add_adapter
+    pruned.save_pretrained(tmp_path / "model")
+    pruned.push_to_hub("someone/adapter")
+    assert calls == [(pruned, tmp_path / "model"), (pruned, "someone/adapter")]
 
 
 def test_zeroed_models_keep_the_save_pretrained_of_transformers(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import headwise
 from headwise import HeadwiseError, UnsupportedError
 from headwise.models.structure.heads import query_heads
 from headwise.models.structure.sites import attention_sites
+from headwise.models.surgery import removal, reshape
 from helpers import prunable_models
 from helpers.prunable_models import (
     CLOSE,
@@ -113,6 +115,28 @@ def test_removing_a_whole_group_removes_its_kv_head_and_cache(name: str) -> None
     assert got.past_key_values.layers[0].keys.shape[1] * 2 == full.past_key_values.layers[0].keys.shape[1]
 
 
+@pytest.mark.parametrize(("name", "zero"), [("llama", False), ("llama", True), ("gpt2", True)])
+def test_a_zeroed_head_that_was_trained_stays_in_a_further_removal(name: str, zero: bool) -> None:
+    batch = inputs(name)
+    trained = headwise.prune_heads(build(name), {0: [1]}, zero=zero)
+    assert None in trained.headwise_heads[0]
+    optimizer = torch.optim.SGD(trained.parameters(), lr=1e-2)
+    trained(**batch)[0].square().mean().backward()
+    optimizer.step()
+    want = masked_output(trained, {0: [4]}, batch)
+    with torch.no_grad():
+        assert error(headwise.prune_heads(trained, {0: [4]})(**batch), want) < EXACT
+
+
+def test_a_zeroed_head_that_was_trained_has_no_zeroed_form(tmp_path: Path) -> None:
+    trained = headwise.prune_heads(build("llama"), {0: [1]})
+    with torch.no_grad():
+        trained.layers[0].self_attn.o_proj.weight.add_(1e-3)
+    with pytest.raises(HeadwiseError, match="no zeroed form: training changed a zeroed head of self layer 0"):
+        headwise.save(trained, tmp_path / "model", form="zeroed")
+    assert not list(tmp_path.iterdir())
+
+
 def test_uneven_groups_are_padded_with_zeroed_heads() -> None:
     model, batch = build("llama"), inputs("llama")
     pruned = headwise.prune_heads(model, {0: [0, 1], 2: [0, 1, 2, 5]})
@@ -142,6 +166,29 @@ def test_a_pruned_model_can_be_pruned_masked_and_watched(name: str) -> None:
                 once(**batch)
             assert seen[site.key].heads.query == len(before)
     assert once.headwise_heads[key] == before
+
+
+def test_a_layer_that_splits_by_stored_widths_is_pruned_exactly() -> None:
+    exaone: Any = pytest.importorskip("transformers.models.exaone4_5.modeling_exaone4_5", reason="a newer transformers")
+    torch.manual_seed(0)
+    config = exaone.Exaone4_5_VisionConfig(
+        depth=2, hidden_size=48, intermediate_size=37, num_heads=6, num_key_value_heads=3, patch_size=4,
+        temporal_patch_size=1, out_hidden_size=20, fullatt_block_indexes=[1], window_size=16,
+    )  # fmt: skip
+    model = exaone.Exaone4_5_VisionModel(config).double().eval()
+    batch = {"hidden_states": torch.randn(48, 48).double(), "grid_thw": torch.tensor([[1, 4, 4], [1, 4, 8]])}
+    heads = {0: [1], 1: [2, 3]}
+    want = masked_output(model, heads, batch)
+    with torch.no_grad():
+        assert error(headwise.prune_heads(model, heads)(**batch), want) < EXACT
+
+
+def test_code_that_fails_on_the_given_batches_without_heads_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batch = build("gpt2"), inputs("gpt2")
+    monkeypatch.setattr(removal, "dummy_inputs", lambda model: None)
+    monkeypatch.setattr(reshape, "QUERY_WIDTHS", ())  # GPT-2 splits by a width that it stores
+    with pytest.raises(UnsupportedError, match="cannot be cut out: without them its code fails"):
+        headwise.prune_heads(model, {0: [1]}, batches=[batch])
 
 
 def test_removing_every_head_of_a_layer_needs_allow_empty() -> None:
@@ -222,6 +269,8 @@ def test_unknown_layers_and_heads_are_refused() -> None:
         (bert, {0: [5]}, r"self layer 0: .*5"),
         (bert, {3: [0]}, r"no self layer 3 in BertModel; its layers are 0 to 2"),
         (bert, {0: "12"}, r"must be a list of numbers, got '12'"),
+        (bert, {0: [True, False]}, r"self layer 0: heads must be whole numbers, got \[True, False\]"),
+        (bert, {0: [1], ("self", 0): [2]}, r"self layer 0 is named twice, as 0 and as \('self', 0\)"),
         (bert, [1], r"heads must be \{layer: \[heads\]\} or a Plan, got list"),
         (albert, {0: [1]}, r"one module used 3 times: remove the same heads from all of its layers"),
         (t5, {0: [1]}, r"layer 0 is ambiguous"),

@@ -15,6 +15,7 @@ from torch.nn import functional
 import headwise
 from headwise import UnsupportedError
 from headwise.models.surgery import offloading
+from helpers.adapted_layers import Adapted
 from helpers.prunable_models import CLOSE, build, error, inputs, masked_output
 
 HEADS = {0: [1], 2: [0]}
@@ -89,23 +90,6 @@ def test_pruning_a_model_on_the_meta_device_is_refused(tmp_path: Path) -> None:
 
 
 # --- wrapped, quantized and sharded weights ---
-
-
-class Adapted(nn.Module):
-    """A linear layer with an adapter, under peft's names."""
-
-    def __init__(self, base_layer: nn.Linear) -> None:
-        super().__init__()
-        self.base_layer, self.in_features, self.out_features = (
-            base_layer,
-            base_layer.in_features,
-            base_layer.out_features,
-        )
-        self.lora_A = nn.ModuleDict({"default": nn.Linear(base_layer.in_features, 3, bias=False)})
-        self.lora_B = nn.ModuleDict({"default": nn.Linear(3, base_layer.out_features, bias=False)})
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.base_layer(x) + self.lora_B["default"](self.lora_A["default"](x))
 
 
 class Packed(Tensor):

@@ -20,6 +20,7 @@ from headwise.models.structure.heads import w_o
 from headwise.models.structure.sites import attention_sites
 from headwise.ui import capture, overlays, pack, page, payload
 from helpers import small_checkpoints
+from helpers.adapted_layers import Adapted
 
 ANIMAL = SENTENCE
 
@@ -95,6 +96,17 @@ def test_steps_and_contributions_add_up_to_the_layer_output(kind: str) -> None:
     parts = decoded(run_data["output"][0]["parts"]).reshape(len(run_data["output"][0]["heads"]), tokens, -1)
     norms = decoded(run_data["output"][0]["norms"]).reshape(-1, tokens)[run_data["output"][0]["heads"]]
     assert np.linalg.norm(parts, axis=-1) == pytest.approx(norms, rel=1e-4)
+
+
+def test_contributions_through_a_w_o_with_an_adapter_are_left_out() -> None:
+    model, tokenizer = (
+        small_checkpoints.sharp(small_checkpoints.MODELS["llama"]()),
+        small_checkpoints.TOKENIZERS["llama"](),
+    )
+    attention = model.get_submodule(attention_sites(model)[0].name)
+    attention.o_proj = Adapted(attention.o_proj)
+    run_data = payload.data(capture.run("The animal was tired.", model, tokenizer=tokenizer))["runs"][0]
+    assert run_data["output"][0] is None and run_data["output"][1] is not None
 
 
 def test_norms_from_the_gram_matrix_equal_direct_norms(monkeypatch: pytest.MonkeyPatch) -> None:

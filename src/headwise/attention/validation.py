@@ -239,16 +239,26 @@ def _finite(x: Any) -> bool:
         return False
 
 
+def whole_number(x: Any) -> int | None:
+    """An int, NumPy's and those in tensors among them; None for anything else, such as a bool."""
+    if isinstance(x, bool) or str(getattr(x, "dtype", "")).endswith("bool"):  # True is no head 1, but part of a mask
+        return None
+    try:
+        return operator.index(x)
+    except TypeError:
+        return None
+
+
 def pick(name: str, selection: Any, count: int) -> list[int]:
     """Row or head numbers from 0 as a list, from an int, a slice, any sequence of ints, or None for all."""
     if selection is None:
         return list(range(count))
     if isinstance(selection, slice):
         return list(range(count))[selection]
-    try:
-        numbers = [operator.index(n) for n in (selection if isinstance(selection, Iterable) else [selection])]
-    except TypeError:
-        raise ShapeError(f"{name}s must be whole numbers, got {selection!r}") from None
+    items = list(selection) if isinstance(selection, Iterable) else [selection]
+    numbers = [number for number in map(whole_number, items) if number is not None]
+    if len(numbers) < len(items):
+        raise ShapeError(f"{name}s must be whole numbers, got {selection!r}")
     wrong = [n for n in numbers if not -count <= n < count]
     if wrong:
         existing = f"there are {count}, 0 to {count - 1}" if count else "there are none"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -10,6 +10,13 @@ from torch import Tensor, nn
 from ..attention.nn.stack import Decoder, Encoder, Transformer
 from ..errors import HeadwiseError
 from .text_inputs import run_on_tokens
+
+
+def as_batches(batches: Any) -> list[Any]:
+    """A list of batches, also of one that is not in a list."""
+    if isinstance(batches, (str, bytes)) or not isinstance(batches, Iterable):
+        raise HeadwiseError(f"batches is a list of batches of model inputs, got {type(batches).__name__}")
+    return [batches] if isinstance(batches, (Mapping, Tensor)) else list(batches)
 
 
 def run(model: nn.Module, batch: Any) -> Any:

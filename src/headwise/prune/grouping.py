@@ -13,6 +13,7 @@ from ..attention.checkpoints.architectures import ARCHITECTURES
 from ..attention.nn import conversion
 from ..attention.nn.module import MultiHeadAttention
 from ..errors import HeadwiseError, ShapeError, UnsupportedError
+from ..models.batches import as_batches
 from ..models.structure.linear_layers import output_width, row_dim
 from ..models.structure.projections import Projections, ProjectionsError, projections
 from ..models.structure.sites import Site, first_per_module, require_sites
@@ -79,7 +80,7 @@ def group_kv_heads(
         raise HeadwiseError(f"grouping must be {' or '.join(map(repr, GROUPINGS))}, got {grouping!r}")
     if batches is not None and grouping != "similar":
         raise HeadwiseError(f"batches are what grouping='similar' compares heads on; grouping={grouping!r} takes none")
-    inputs = None if batches is None else list(batches)
+    inputs = None if batches is None else as_batches(batches)
     if inputs is not None and not inputs:
         raise HeadwiseError("batches is empty; give model inputs to compare heads on, or leave it out")
     if isinstance(kv_heads, bool) or not isinstance(kv_heads, int) or kv_heads < 1:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ..errors import HeadwiseError, UnsupportedError
-from ..models.batches import batch_size
+from ..models.batches import as_batches, batch_size
 from ..models.evaluation import evaluating
 from ..models.intervene.masking import mask_heads
 from ..models.structure.sites import attention_sites
@@ -73,7 +73,7 @@ def importance(
     definition = find_score(score)
     _check_arguments(definition, unit, options)
     random = torch.Generator().manual_seed(_check_seed(seed))
-    batches = list(batches)
+    batches = as_batches(batches)
     if not batches and definition.runs_model:
         raise HeadwiseError(f"{score} needs batches of model inputs, and there are none")
     _check_batch_axis(model)

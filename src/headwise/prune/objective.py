@@ -119,7 +119,7 @@ def label_loss(out: Any, batch: Any, shift: bool) -> Tensor:
     if logits.dim() == 2 and logits.shape[1] == 1:
         return (_precise(logits[:, 0]) - labels.float()) ** 2
     if logits.dim() == 2:
-        return F.cross_entropy(_precise(logits), labels.view(-1), reduction="none")
+        return F.cross_entropy(_precise(logits), labels.view(-1).long(), reduction="none")
     if shift:
         logits, labels = logits[:, :-1], labels[:, 1:]
     if labels.shape != logits.shape[:2]:
@@ -178,7 +178,7 @@ def _mean_over_tokens(logits: Tensor, labels: Tensor) -> Tensor:
     blocks = zip(logits.split(TOKENS_AT_ONCE, 1), labels.split(TOKENS_AT_ONCE, 1), strict=True)
     losses = torch.cat(
         [
-            F.cross_entropy(_precise(scores).transpose(1, 2), targets, ignore_index=IGNORED, reduction="none")
+            F.cross_entropy(_precise(scores).transpose(1, 2), targets.long(), ignore_index=IGNORED, reduction="none")
             for scores, targets in blocks
         ],
         1,

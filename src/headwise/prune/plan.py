@@ -113,7 +113,13 @@ def _from_arrays(tables: Mapping[str, np.ndarray]) -> HeadScores:
     layers, examples = [], []
     for kind, table in tables.items():
         for index, row in enumerate(np.asarray(table, dtype=float)):
-            row = row[~np.isnan(row)]
+            count = int(np.isfinite(row).sum())
+            if not count or not np.isfinite(row[:count]).all() or not np.isnan(row[count:]).all():
+                raise HeadwiseError(
+                    f"the scores of {kind} layer {index} are not finite; only heads that the layer does not have, at "
+                    "the end of the row, are NaN"
+                )
+            row = row[:count]
             layers.append(AttentionLayer(kind, index, len(row), len(row), f"{kind}.{index}", 1, 1, 1))
             examples.append(row[None])
     if not layers:

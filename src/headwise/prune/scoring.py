@@ -14,7 +14,7 @@ from ..errors import UnsupportedError
 from ..models.batches import batch_size, run
 from ..models.intervene.head_outputs import head_outputs
 from ..models.structure.heads import w_o
-from ..models.structure.linear_layers import whole_weight
+from ..models.structure.linear_layers import QUANTIZED, whole_weight, wrapping_problem
 from ..models.structure.sites import Site
 from ..models.watching.watcher import watch
 from .attention_layers import AttentionLayer
@@ -77,6 +77,13 @@ def output_weights(scoring: ScoringRun, site: Site) -> Tensor:
     """The columns of W_O that belong to each head: (H, width, head_dim)."""
     path, out = w_o(scoring.model, site)
     weight: Any = getattr(out, "weight", None)
+    problem = wrapping_problem(out, values=False)
+    if problem is not None and problem is not QUANTIZED:  # an adapter's layer shows the weight without the adapter
+        reason, remedy = problem
+        raise UnsupportedError(
+            f"W_O ({type(out).__name__} at {path}) is more than its weight ({reason}); {remedy}, or use the score "
+            "ablation, confidence or sink, which does without it"
+        )
     # torchao's tensors are of other classes
     plain = type(weight) in (Tensor, nn.Parameter) or hasattr(weight, "device_mesh")
     if not plain or not weight.is_floating_point() or weight.is_meta or weight.dim() != 2:

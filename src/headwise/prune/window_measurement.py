@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -46,7 +47,7 @@ class WindowMeasurement:
     def __init__(self, model: nn.Module, windows: tuple[int, ...], keep_first: int) -> None:
         _check_decoder(model)
         self.windows, self.keep_first = windows, keep_first
-        layers = attention_layers(model, find_projections)  # no head is cut out
+        layers = attention_layers(model, partial(find_projections, plain=False))  # no head is cut out
         self.kv_heads = {layer.key: layer.kv for layer in layers if layer.cache}
         self.sites: dict[tuple[str, int], Site] = {
             site.key: site for site in attention_sites(model) if site.key in self.kv_heads

@@ -17,6 +17,7 @@ from ..inspection.words import Words, words
 from ..models.intervene import mask_heads
 from ..models.loading.resolve import resolve
 from ..models.structure import Site, attention_sites, w_o
+from ..models.structure.linear_layers import weight_problem
 from ..models.structure.text_model import text_model
 from ..models.text_inputs import device_of, is_encoder_decoder, run_on_tokens
 from ..models.watching import EagerReading, Layer, Reading, Watch, watch
@@ -292,6 +293,8 @@ def _w_o(model: Any, site: Site) -> Matrix | None:
     try:
         _, linear = w_o(model, site)
     except UnsupportedError:
+        return None
+    if weight_problem(linear):  # an adapter's layer shows the weight without it
         return None
     weight = linear.get_parameter("weight").detach().float().cpu()
     bias = getattr(linear, "bias", None)

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 import headwise
 from headwise import HeadCache, StreamPlan
-from headwise.models.streaming.plan_layers import cached_shape
+from headwise.models.structure.projections import layer_shape
 from headwise.models.structure.sites import attention_sites
 from headwise.plans import StreamLayer
 from helpers.model_families import BY_NAME, DECODERS, build, core_first
@@ -44,7 +44,7 @@ def own_windows(model: Any) -> dict[int, int]:
 def test_families_generate_with_a_short_cache_as_with_a_full_one(name: str) -> None:
     model = build(BY_NAME[name], auto=AutoModelForCausalLM)
     windows = own_windows(model)
-    shapes = [cached_shape(model, site) for site in attention_sites(model)]
+    shapes = [layer_shape(model, site) for site in attention_sites(model)]
     layers = tuple(StreamLayer(*shape, 8, windows.get(shape[1])) for shape in shapes)
     heads = {layer.layer: [0] for layer in layers if layer.window is None}
     plan, batch = StreamPlan(heads, layers, window=4, keep_first=2), inputs(BY_NAME[name], "left")

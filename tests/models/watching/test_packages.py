@@ -232,6 +232,86 @@ def test_a_model_under_lora_is_watched_and_masked() -> None:
     torch.testing.assert_close(masked, x + step.blends(merge(outputs)).detach(), rtol=0, atol=64 * ROUNDING)
 
 
+FLOAT32 = {"rtol": 1e-5, "atol": 1e-5}  # Llama's norms compute in it, whatever the model's dtype
+
+
+def small_llama() -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=31, hidden_size=24, num_hidden_layers=2, num_attention_heads=6, num_key_value_heads=2,
+        intermediate_size=17, initializer_range=0.3,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).double().eval()
+
+
+def with_lora(model: Any, targets: list[str]) -> Any:
+    """A model with random adapters on these layers."""
+    from peft import LoraConfig, get_peft_model
+
+    wrapped = get_peft_model(model, LoraConfig(r=2, target_modules=targets)).double().eval()
+    for name, parameter in wrapped.named_parameters():
+        if "lora_" in name:
+            nn.init.normal_(parameter)
+    return wrapped
+
+
+@needs("peft")
+@pytest.mark.parametrize("heads", [{0: [1], 1: [0, 1, 2]}, {0: [0, 1, 2], 1: [3, 4, 5]}])
+def test_adapters_on_a_pruned_model_are_saved_merged_and_pruned_further(heads: Any, tmp_path: Any) -> None:
+    from peft import PeftModel
+
+    ids = torch.arange(14).view(2, 7)
+    headwise.save(headwise.prune_heads(small_llama(), heads), tmp_path / "base")
+    wrapped = with_lora(headwise.load(tmp_path / "base"), ["q_proj", "k_proj", "v_proj", "o_proj"])
+    with torch.no_grad():
+        want = wrapped(ids).logits
+        wrapped.save_pretrained(tmp_path / "adapter")
+        again = PeftModel.from_pretrained(headwise.load(tmp_path / "base"), tmp_path / "adapter").double()
+        torch.testing.assert_close(again(ids).logits, want, **FLOAT32)
+        merged = wrapped.merge_and_unload()
+        torch.testing.assert_close(merged(ids).logits, want, **FLOAT32)
+        headwise.save(merged, tmp_path / "merged")
+        torch.testing.assert_close(headwise.load(tmp_path / "merged")(ids).logits, want, **FLOAT32)
+        with headwise.mask_heads(merged, {0: [0]}):
+            masked = merged(ids).logits
+        torch.testing.assert_close(headwise.prune_heads(merged, {0: [0]})(ids).logits, masked, **FLOAT32)
+
+
+@needs("peft")
+def test_a_pruned_model_with_adapters_elsewhere_saves_its_adapters(tmp_path: Any) -> None:
+    from peft import PeftModel
+
+    ids, heads = torch.arange(14).view(2, 7), {0: [1], 1: [0, 1, 2]}
+    wrapped = with_lora(small_llama(), ["gate_proj", "down_proj"])
+    with torch.no_grad():
+        with headwise.mask_heads(wrapped, heads):
+            want = wrapped(ids).logits
+        pruned = headwise.prune_heads(wrapped, heads)
+        torch.testing.assert_close(pruned(ids).logits, want, **FLOAT32)
+        pruned.save_pretrained(tmp_path / "adapter")
+        base = headwise.prune_heads(small_llama(), heads)
+        again = PeftModel.from_pretrained(base, tmp_path / "adapter").double()
+        torch.testing.assert_close(again(ids).logits, want, **FLOAT32)
+
+
+@needs("peft")
+def test_adapters_that_transformers_added_to_a_pruned_model_are_saved_alone(tmp_path: Any) -> None:
+    from peft import LoraConfig
+
+    ids = torch.arange(14).view(2, 7)
+    pruned, again = (headwise.prune_heads(small_llama(), {0: [1]}) for _ in range(2))
+    pruned.add_adapter(LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    pruned.double().save_pretrained(tmp_path)
+    assert (tmp_path / "adapter_model.safetensors").exists() and not (tmp_path / "model.safetensors").exists()
+    again.load_adapter(tmp_path)
+    with torch.no_grad():
+        want = pruned(ids).logits
+        assert not torch.allclose(headwise.prune_heads(small_llama(), {0: [1]})(ids).logits, want)
+        torch.testing.assert_close(again.double()(ids).logits, want, **FLOAT32)
+
+
 @needs("sentence_transformers")
 def test_a_sentence_transformer_is_watched_and_masked(tmp_path: Any) -> None:
     from sentence_transformers import SentenceTransformer

@@ -16,7 +16,7 @@ from ..hooks import check_values
 from ..passes import in_backward
 from ..structure.heads import head_numbers, query_heads
 from ..structure.partition import check_whole_tokens
-from ..structure.sites import ByLayer, Site, find_site
+from ..structure.sites import ByLayer, Site, find_sites
 
 HeadChoice = int | Iterable[int] | Tensor  # head numbers, or gates (H,)
 Heads = ByLayer[HeadChoice] | Tensor
@@ -98,14 +98,15 @@ def head_changes(model: nn.Module, sites: list[Site], heads: Heads, value: Value
         return _gate_layers(model, sites, heads)
     if not isinstance(heads, Mapping):
         raise HeadwiseError(f"heads must be {{layer: [heads]}} or gates (layers, heads), got {type(heads).__name__}")
-    changes = []
-    for key, choice in heads.items():
-        of_kind = [site for site in sites if site.kind == key]
-        if of_kind and isinstance(choice, Tensor):
-            changes += _gate_layers(model, of_kind, choice)
-        else:
-            site = find_site(model, sites, key)
-            changes.append(_change_layer(model, site, choice, _value_for(value, key, site)))
+    choices: Mapping[Any, HeadChoice] = heads
+    of_kind = {kind: [site for site in sites if site.kind == kind] for kind in dict.fromkeys(x.kind for x in sites)}
+    gated = {kind: gates for kind, gates in choices.items() if kind in of_kind and isinstance(gates, Tensor)}
+    changes = [change for kind, gates in gated.items() for change in _gate_layers(model, of_kind[kind], gates)]
+    keys = [key for key in choices if key not in gated]
+    for key, site in zip(keys, find_sites(model, sites, keys), strict=True):
+        if site.kind in gated:
+            raise HeadwiseError(f"{site} is named twice, as {site.kind!r} and as {key!r}; give all of its heads once")
+        changes.append(_change_layer(model, site, choices[key], _value_for(value, key, site)))
     return changes
 
 

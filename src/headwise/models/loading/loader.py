@@ -68,6 +68,7 @@ def load(
     Example:
         >>> model = headwise.load("smollm2")
     """
+    dtype = _parse_dtype(dtype)
     folder = directory(name, code=trust_remote_code)
     options: dict[str, Any] = {
         "attn_implementation": attn_implementation,
@@ -84,6 +85,18 @@ def load(
     return model
 
 
+def _parse_dtype(dtype: Any) -> torch.dtype | None:
+    """A dtype, or its name; None, and transformers' "auto", for the file's own."""
+    if dtype is None or dtype == "auto":
+        return None
+    import torch
+
+    parsed = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
+    if not isinstance(parsed, torch.dtype) or not parsed.is_floating_point:
+        raise HeadwiseError(f"dtype must be one of floating point, such as torch.bfloat16 or its name, got {dtype!r}")
+    return parsed
+
+
 def _load_directory(folder: Path, options: dict[str, Any], trust_remote_code: bool, into: Any) -> Any:
     _check_files(folder)
     from ..surgery.pruned_directory import read_record, rebuild, restore_records
@@ -95,6 +108,11 @@ def _load_directory(folder: Path, options: dict[str, Any], trust_remote_code: bo
         )
     if into is not None:
         raise HeadwiseError(f"{str(folder)!r} is a transformers model's; into= is for what headwise.save wrote")
+    if (folder / "adapter_config.json").exists() and not (folder / "config.json").exists():
+        raise CheckpointError(
+            f"{str(folder)!r} is an adapter of peft's without its model: load that with headwise.load, and the adapter "
+            "with peft.PeftModel.from_pretrained(model, directory)"
+        )
     if not (folder / "config.json").exists():
         raise CheckpointError(f"{str(folder)!r} has no config.json; give a directory with one and safetensors")
     config = read_json(folder / "config.json")

@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from ...attention.nn.streamed_keys import StreamingHeads
-from ...errors import HeadwiseError, UnsupportedError
-from ...plans import LayerShape, StreamPlan
-from ..structure.heads import query_heads
-from ..structure.projections import find_projections
-from ..structure.sites import Site, attention_sites
+from ...errors import HeadwiseError
+from ...plans import StreamPlan
+from ..structure.projections import layer_shape
+from ..structure.sites import attention_sites
 
 
 def check_plan(model: Any, plan: Any) -> None:
@@ -19,17 +18,7 @@ def check_plan(model: Any, plan: Any) -> None:
     kinds = {layer.kind for layer in plan.layers}
     sites = attention_sites(model)
     of_kinds = [site for site in sites if site.kind in kinds] or sites
-    plan.check_layers([cached_shape(model, site) for site in of_kinds], type(model).__name__)
-
-
-def cached_shape(model: Any, site: Site) -> LayerShape:
-    """The shape of a layer; with its KV heads also where norms over all heads forbid that one is removed."""
-    try:
-        layer = find_projections(model, site)
-    except UnsupportedError:
-        heads = query_heads(model, site)
-        return site.kind, site.index, heads, heads
-    return site.kind, site.index, layer.query, layer.kv
+    plan.check_layers([layer_shape(model, site) for site in of_kinds], type(model).__name__)
 
 
 def streaming_heads(plan: StreamPlan) -> dict[tuple[str, int], StreamingHeads]:

@@ -10,10 +10,10 @@ from torch import nn
 
 from ...attention.nn.stack import Transformer
 from ...errors import UnsupportedError
-from .heads import query_heads
+from .heads import input_width
 from .layouts import LAYOUTS
 from .linear_layers import output_width
-from .projections import Projections, projections
+from .projections import Projections, layer_shape, projections
 from .sites import Site, attention_sites
 
 UNITS = ("head", "kv", "layer")  # what is scored and removed as one: a query head, a KV group, a whole layer
@@ -76,8 +76,7 @@ def _attention_layer(
     try:
         layer = find(model, site)
     except UnsupportedError:  # its heads can be scored and zeroed all the same
-        count = query_heads(model, site)
-        return AttentionLayer(site.kind, site.index, count, count, site.name)
+        return AttentionLayer(*layer_shape(model, site), site.name)
     head_parameters = kv_parameters = cache = 0
     for part in layer.parts:
         blocks = part.layout(layer.query, layer.kv)
@@ -94,7 +93,7 @@ def _attention_layer(
             query_blocks = sum(role == "q" for role, _ in blocks)
             head_parameters += block_parameters * query_blocks // layer.query
             kv_parameters += block_parameters * (len(blocks) - query_blocks) // layer.kv
-    head_parameters += layer.out.get_parameter("weight").numel() // layer.query
+    head_parameters += (input_width(layer.out) or 0) * output_width(layer.out) // layer.query
     return AttentionLayer(
         site.kind,
         site.index,

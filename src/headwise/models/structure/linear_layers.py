@@ -15,6 +15,8 @@ QUANTIZED: Problem = (
     "quantized or wrapped weights",
     "prune and save the model before it is quantized, or load it unquantized",
 )
+ADAPTER: Problem = "it carries an adapter", "merge that first, with merge_and_unload() of peft's PeftModel"
+ADAPTER_NAMES = ("base_layer", "lora_A", "modules_to_save")  # attributes of the layers that peft puts around others
 
 
 def output_width(linear: nn.Module) -> int:
@@ -61,8 +63,8 @@ def whole_weight(linear: nn.Module) -> Tensor:
 
 def wrapping_problem(module: nn.Module, *, values: bool = True) -> Problem | None:
     """Why the parameters of a module are not simply its own tensors, and what to do; None where they are."""
-    if hasattr(module, "base_layer") or hasattr(module, "lora_A"):
-        return "it carries an adapter", "merge that first, with merge_and_unload() of peft's PeftModel"
+    if any(hasattr(module, name) for name in ADAPTER_NAMES):
+        return ADAPTER
     if nn.utils.parametrize.is_parametrized(module):
         return "its weight is parametrized", "call torch.nn.utils.parametrize.remove_parametrizations first"
     if "weight" not in module._parameters and type(vars(module).get("weight")) in (Tensor, nn.Parameter):

@@ -76,10 +76,14 @@ def projections(model: nn.Module, site: Site) -> Projections:
     return layer
 
 
-def find_projections(model: nn.Module, site: Site) -> Projections:
-    """Like projections, but also for modules with other parameters that forbid removing a head."""
+def find_projections(model: nn.Module, site: Site, *, plain: bool = True) -> Projections:
+    """Like projections, but also for modules with other parameters that forbid removing a head.
+
+    plain: refuse layers with an adapter or quantized weights; their widths, and so the heads, are known all the same.
+    """
     out_path, out = w_o(model, site)
-    check_zeroable(site, out)
+    if plain:
+        check_zeroable(site, out)
     query = query_heads(model, site)
     value_dim = (input_width(out) or 0) // query
     named_layers = list(_named_layers(site))
@@ -93,11 +97,13 @@ def find_projections(model: nn.Module, site: Site) -> Projections:
         for name, linear, layout in named_layers
     ]
     for part in parts:
-        _check_linear(site, part.linear)
+        if plain:
+            _check_linear(site, part.linear)
         blocks, rows = len(part.layout(query, kv)), output_width(part.linear)
         if rows % blocks:
             raise refusal(site, f"{part.path} has {rows} rows for {blocks} blocks of heads")
-    _check_linear(site, out)
+    if plain:
+        _check_linear(site, out)
     multiple = SLICES if any(layout == "sliced" for _, _, layout in named_layers) else 1
     return Projections(site, query, kv, value_dim, out, out_path, parts, dict(_per_head(site, query, kv)), multiple)
 
@@ -107,15 +113,17 @@ def layer_shapes(model: nn.Module) -> tuple[LayerShape, ...]:
 
     If projections are not known, every query head is assumed to have its own keys and values.
     """
-    shapes: list[LayerShape] = []
-    for site in attention_sites(model):
-        try:
-            layer = projections(model, site)
-            query, kv = layer.query, layer.kv
-        except UnsupportedError:
-            query = kv = query_heads(model, site)
-        shapes.append((site.kind, site.index, query, kv))
-    return tuple(shapes)
+    return tuple(layer_shape(model, site) for site in attention_sites(model))
+
+
+def layer_shape(model: nn.Module, site: Site) -> LayerShape:
+    """The same of one layer, also where its weights or norms forbid that a head is removed."""
+    try:
+        layer = find_projections(model, site, plain=False)
+    except UnsupportedError:
+        heads = query_heads(model, site)
+        return site.kind, site.index, heads, heads
+    return site.kind, site.index, layer.query, layer.kv
 
 
 def refusal(site: Site, reason: str, alternative: str = "") -> ProjectionsError:

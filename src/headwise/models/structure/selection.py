@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ...errors import HeadwiseError, UnsupportedError
 from .heads import head_numbers, query_heads
-from .sites import RUN_ONCE, ByLayer, Key, Site, find_site
+from .sites import RUN_ONCE, ByLayer, Key, Site, find_site, find_sites
 
 # all layers, one layer, several layers, or {layer: heads}
 LayerChoice = bool | Key | Iterable[Key] | ByLayer[Any] | None
@@ -50,7 +50,7 @@ def select_heads(model: nn.Module, sites: list[Site], choice: LayerChoice) -> He
     if choice is True:
         return HeadSelection({site.module: {None: True} for site in sites}, everything=True)
     if isinstance(choice, Mapping):
-        pairs: list[tuple[Site, Any]] = [(find_site(model, sites, key), heads) for key, heads in choice.items()]
+        pairs: list[tuple[Site, Any]] = list(zip(find_sites(model, sites, choice), choice.values(), strict=True))
     else:
         is_key = isinstance(choice, str) or (isinstance(choice, tuple) and [type(x) for x in choice] == [str, int])
         keys: Any = choice if isinstance(choice, Iterable) and not is_key else [choice]

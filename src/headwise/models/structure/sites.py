@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from ...attention.validation import whole_number
 from ...errors import HeadwiseError, UnsupportedError
 from .adapters import Source
 from .discovery import AttentionModule, attention_modules, call_order, tower_names, written_class
@@ -126,6 +127,17 @@ def _numbered_sites(kind: str, members: list[AttentionModule]) -> Iterator[Site]
         yield Site(member.module, member.name, kind, index, turn, member.source)
 
 
+def find_sites(model: nn.Module, sites: list[Site], keys: Iterable[Key]) -> list[Site]:
+    """The sites that keys name, each of them one of its own."""
+    named: dict[Site, Key] = {}
+    for key in keys:
+        site = find_site(model, sites, key)
+        if site in named:
+            raise HeadwiseError(f"{site} is named twice, as {named[site]!r} and as {key!r}; give all of its heads once")
+        named[site] = key
+    return list(named)
+
+
 def find_site(model: nn.Module, sites: list[Site], key: Key) -> Site:
     """The site that a key names; the error for an unknown key lists those that exist."""
     if isinstance(key, str):
@@ -136,9 +148,10 @@ def find_site(model: nn.Module, sites: list[Site], key: Key) -> Site:
     if not sites:
         raise HeadwiseError(f"no layer {key!r} is known in {type(model).__name__}; {RUN_ONCE}")
     kinds = list(dict.fromkeys(site.kind for site in sites))
+    number = whole_number(key)
     if isinstance(key, tuple) and len(key) == 2:
         kind, index = key
-    elif isinstance(key, int) and not isinstance(key, bool):
+    elif number is not None:
         # a pooling head of a transformers model, which is an nn.MultiheadAttention, leaves its layers' numbers plain
         numbered = list(dict.fromkeys(site.kind for site in sites if site.source != "module")) or kinds
         if len(numbered) > 1:
@@ -146,7 +159,7 @@ def find_site(model: nn.Module, sites: list[Site], key: Key) -> Site:
                 f"layer {key} is ambiguous: {type(model).__name__} has {', '.join(kinds)} attention; "
                 f"use (kind, layer), such as ({kinds[0]!r}, {key})"
             )
-        kind, index = numbered[0], key
+        kind, index = numbered[0], number
     else:
         raise HeadwiseError(f"a layer is a number, (kind, number) or a module's path, got {key!r}")
     if kind not in kinds:

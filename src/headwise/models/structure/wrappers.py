@@ -10,6 +10,7 @@ from torch import nn
 
 SHARDED = ("FSDPModule", "FullyShardedDataParallel")
 COMPILED = ("torch", "OptimizedModule")
+PEFT = ("peft", "PeftModel")
 # by package and name of a wrapper's class or of a base of it: how to get at the model inside
 WRAPPERS: dict[tuple[str, str], Callable[[Any], Any]] = {
     COMPILED: lambda wrapper: wrapper._orig_mod,
@@ -17,7 +18,7 @@ WRAPPERS: dict[tuple[str, str], Callable[[Any], Any]] = {
     ("torch", "DataParallel"): lambda wrapper: wrapper.module,
     ("torch", "FullyShardedDataParallel"): lambda wrapper: wrapper.module,
     ("torch", "AveragedModel"): lambda wrapper: wrapper.module,
-    ("peft", "PeftModel"): lambda wrapper: wrapper.get_base_model(),
+    PEFT: lambda wrapper: wrapper.get_base_model(),
     ("transformers", "Pipeline"): lambda wrapper: wrapper.model,
     ("sentence_transformers", "SentenceTransformer"): lambda wrapper: wrapper[0].auto_model,
 }
@@ -46,6 +47,17 @@ def is_sharded(model: nn.Module) -> bool:
     """Whether FSDP has cut the weights of a model, or of a part of it, into pieces for each rank."""
     classes = (base for module in model.modules() for base in type(module).__mro__)
     return any(base.__module__.startswith("torch.distributed") and base.__name__ in SHARDED for base in classes)
+
+
+def is_transformers_model(model: Any) -> bool:
+    """Whether a model is one of transformers itself: other packages have a save_pretrained and a config too."""
+    classes = ((base.__module__.partition(".")[0], base.__name__) for base in type(model).__mro__)
+    return ("transformers", "PreTrainedModel") in classes
+
+
+def is_peft_model(model: Any) -> bool:
+    """Whether a model is peft's wrapper of one, whose `save_pretrained` writes the adapters alone."""
+    return _wrapper_kind(model) == PEFT
 
 
 def _wrapper_kind(model: Any) -> tuple[str, str] | None:

@@ -63,8 +63,12 @@ def difference(model: Any, other: Any, inputs: Any) -> float:
     training = model.training, other.training
     model.eval(), other.eval()
     try:
-        with torch.no_grad():
-            first, second = ([*collect_outputs(module, inputs)] for module in (model, other))
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            outputs = []
+            for module in (model, other):
+                torch.manual_seed(0)  # ViTMAE hides patches at random, in eval mode too
+                outputs.append([*collect_outputs(module, inputs)])
+            first, second = outputs
     finally:
         model.train(training[0]), other.train(training[1])
     if len(first) != len(second) or any(x.shape != y.shape for x, y in zip(first, second, strict=False)):

@@ -17,6 +17,7 @@ from ...errors import CheckpointError, UnsupportedError
 from ...files import write_atomically
 from ...logs import quiet_logger
 from ..loading.quiet import quiet_transformers
+from ..structure.wrappers import is_transformers_model
 from .dummy_inputs import close, dummy_inputs, first_line, output_tensors
 
 ATTENTION = ("sdpa", "eager")  # functions that PyTorch's exporter may understand
@@ -87,7 +88,7 @@ def _export_first(model: Any, inputs: dict[str, Tensor], target: OnnxTarget, fil
 def _check_model(model: Any) -> dict[str, Tensor]:
     """The inputs that a model is exported with; what cannot be written is refused."""
     name = type(model).__name__
-    inputs = dummy_inputs(model) if hasattr(model, "save_pretrained") else None
+    inputs = dummy_inputs(model) if is_transformers_model(model) else None
     if inputs is None:
         raise UnsupportedError(f"{name} cannot be written as ONNX: it is no transformers model of tokens or images")
     if model.dtype != torch.float32:

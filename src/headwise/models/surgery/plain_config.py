@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
+from ...errors import UnsupportedError
 from ..structure.heads import QUERY_HEADS
-from ..structure.projections import projections
+from ..structure.projections import layer_shape
 from ..structure.sites import attention_sites
 from .restored_heads import empty_restored
 
@@ -45,7 +46,10 @@ def full_config(model: Any) -> tuple[Any, Any]:
 def plain_config(model: Any) -> tuple[tuple[Any, Any] | None, str]:
     """A class and config of transformers whose shapes are this model's, or None and the reason."""
     sites = attention_sites(model)
-    counts = [(layer.query, layer.kv) for layer in (projections(model, site) for site in sites)]
+    try:
+        counts = [layer_shape(model, site)[2:] for site in sites]  # also of layers whose heads cannot be cut out
+    except UnsupportedError as error:
+        return None, f"the heads of one of its layers are not known: {error}"
     shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
     uneven = len(set(counts)) > 1
     reason = f"{model.config.model_type} derives the width of a head from their number"
@@ -76,11 +80,11 @@ def _candidates(model: Any, query: int, kv: int) -> Iterator[tuple[Any, Any]]:
     if getattr(config, "is_heterogeneous", False):
         config.per_layer_config = None  # the counts of heads may be read only after this
     module = attention_sites(model)[0].module
-    for name in QUERY_HEADS:
-        if hasattr(config, name):
-            setattr(config, name, query)
-    if hasattr(config, "num_key_value_heads"):
-        config.num_key_value_heads = kv
+    for names, heads in ((QUERY_HEADS, query), (("num_key_value_heads",), kv)):
+        for name in names:
+            # SegFormer and Swin have a list, with a number per stage
+            if hasattr(config, name) and isinstance(getattr(config, name), int | None):
+                setattr(config, name, heads)
     dim = getattr(module, "head_dim", None)
     if isinstance(dim, int) and not hasattr(config, "d_kv"):
         with suppress(AttributeError):  # Falcon's is computed

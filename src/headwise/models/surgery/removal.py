@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ...errors import HeadwiseError, UnsupportedError
 from ...plans import Plan
 from .. import multihead
+from ..batches import as_batches
 from ..hooks import has_hooks
 from ..structure.adapters import find_adapter
 from ..structure.discovery import ModuleClass
@@ -20,13 +21,13 @@ from ..structure.linear_layers import row_dim
 from ..structure.observed import copy_layers, forget_layers
 from ..structure.partition import check_whole
 from ..structure.projections import Projections, check_zeroable, layer_shapes, projections, refusal
-from ..structure.sites import ByLayer, Site, attention_sites, find_site, first_per_module, require_sites
+from ..structure.sites import ByLayer, Site, attention_sites, find_sites, first_per_module, require_sites
 from ..structure.wrappers import is_sharded
 from .compensation import COMPENSATE, Compensation, add_to_output_bias, removed_outputs
 from .dummy_inputs import close, difference, dummy_inputs, failure, first_line, random_input
 from .kept_heads import KeptHeads, kept_heads, set_head_numbers, set_kept_heads
 from .offloading import in_memory
-from .reshape import Slots, head_slots, reshape_heads, select_heads_of
+from .reshape import Slots, head_slots, reshape_heads, select_heads_of, zero_padding
 from .save_pretrained import attach
 from .shared_biases import share_biases
 
@@ -77,7 +78,7 @@ def prune_heads(
     if isinstance(heads, Plan):
         check_plan(heads, model)
         heads = heads.heads
-    batches = None if batches is None else list(batches)
+    batches = None if batches is None else as_batches(batches)
     removed = heads_by_module(model, heads, allow_empty)
     pruned = copy_for_surgery(model)
     constants = removed_outputs(pruned, removed, compensate, batches)
@@ -101,8 +102,7 @@ def heads_by_module(model: nn.Module, heads: ByLayer[Any], allow_empty: bool = T
         raise HeadwiseError(f"heads must be {{layer: [heads]}} or a Plan, got {type(heads).__name__}")
     sites = require_sites(model)
     by_layer: dict[tuple[str, int], list[int]] = {}
-    for key, requested in heads.items():
-        site = find_site(model, sites, key)
+    for site, requested in zip(find_sites(model, sites, heads), heads.values(), strict=True):
         count = query_heads(model, site)
         numbers = sorted(set(head_numbers(site, requested, count)))
         if len(numbers) == count and not allow_empty:
@@ -146,9 +146,7 @@ def _remove_heads(model: Any, removed: dict[str, list[int]], constants: dict[str
             _zero_heads(model, site, removed[site.name])
     for layer in cuts:
         # padding of an earlier removal goes too: it is made again where it is still needed
-        record = kept_heads(layer.site.module)
-        removed_slots = {*removed[layer.site.name], *(record.padding if record is not None else ())}
-        reshape_heads(layer, *head_slots(layer, removed_slots))
+        reshape_heads(layer, *head_slots(layer, {*removed[layer.site.name], *zero_padding(layer)}))
     share_biases(sites)
     multihead.keep_padded(model)
     set_head_numbers(model)
@@ -185,7 +183,9 @@ def _check_result(
             for site in foreign:
                 zeroed, layer = zeroed_model.get_submodule(site.name), projections(pruned, site)
                 _compare(zeroed, site.module, site, _layer_inputs(zeroed, layer))
-    elif inputs is not None and (reason := failure(pruned, inputs)) and not failure(model, inputs):
+        return
+    inputs = batches[0] if inputs is None and batches else inputs
+    if inputs is not None and (reason := failure(pruned, inputs)) and not failure(model, inputs):
         raise refusal(attention_sites(pruned)[0], f"without them its code fails ({reason})")
 
 

@@ -30,8 +30,9 @@ KV_COUNTS = ("num_key_value_heads", "num_kv_heads", "kv_heads", "n_kv_heads")
 GROUP_SIZES = ("num_key_value_groups", "num_kv_groups", "num_groups", "n_rep")
 QUERY_WIDTHS = (
     "all_head_size", "inner_dim", "split_size", "embed_dim", "hidden_size", "dim", "attn_dim", "d_model", "n_embd",
+    "q_dim", "q_size",
 )  # fmt: skip
-KV_WIDTHS = ("kv_dim",)
+KV_WIDTHS = ("kv_dim", "kv_size")
 
 
 def head_slots(layer: Projections, removed: Iterable[int]) -> tuple[Slots, Slots]:
@@ -84,6 +85,17 @@ def reshape_heads(layer: Projections, query: Slots, kv: Slots) -> None:
         before.kv_of,
     )
     set_kept_heads(layer.site.module, after)
+
+
+def zero_padding(layer: Projections) -> list[int]:
+    """The positions of zeroed heads of an earlier removal that still are zeros: training may have changed W_O."""
+    record = kept_heads(layer.site.module)
+    if record is None or not record.padding:
+        return []
+    weight = layer.out.get_parameter("weight").detach()
+    columns = (weight.T if row_dim(layer.out) else weight).unflatten(1, (layer.query, -1))  # (width, heads, value_dim)
+    alive = columns.ne(0).any(2).any(0).tolist()
+    return [head for head in record.padding if not alive[head]]
 
 
 def select_heads_of(module: nn.Module, name: str, dim: int, slots: Slots, count: int) -> None:

@@ -8,15 +8,23 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...errors import HeadwiseError
 from ..structure.projections import projections
 from ..structure.sites import attention_sites, first_per_module
 from .kept_heads import kept_heads
-from .reshape import reshape_heads
+from .reshape import reshape_heads, zero_padding
 from .shared_biases import share_biases
 
 
 def restore_heads(model: Any) -> Any:
     """A copy with all heads at their original positions, the removed ones zeroed."""
+    for site in first_per_module(attention_sites(model)):
+        record = kept_heads(site.module)
+        if record is not None and record.padding and len(zero_padding(projections(model, site))) < len(record.padding):
+            raise HeadwiseError(
+                f"this model has no zeroed form: training changed a zeroed head of {site}, which pads a group and has "
+                "no place in the original"
+            )
     return _restore(copy.deepcopy(model))
 
 

@@ -24,6 +24,7 @@ from ..streaming.saved_plan import plan_to_save
 from ..structure.linear_layers import wrapping_problem
 from ..structure.partition import check_whole_weights
 from ..structure.sites import attention_sites, require_sites
+from ..structure.wrappers import is_transformers_model
 from .directory_files import copy_other_files, has_source_weights, source_folder
 from .dummy_inputs import TOKENS, close, difference, dummy_inputs
 from .gguf_model import Precision, check_precision, write_gguf
@@ -130,7 +131,7 @@ def save(
     if folder.suffix == ".onnx":
         return _save_onnx(model, folder, str(path))
     _check_folder(folder, overwrite)
-    if not hasattr(model, "save_pretrained"):
+    if not is_transformers_model(model):
         return _save_modules(model, folder, str(path), form, plan, quality)
     _check_weights(model)
     model = in_memory(model) if is_offloaded(model) else model
@@ -161,7 +162,7 @@ def _save_gguf(
     """Save a model as a GGUF file."""
     if form not in (None, "zeroed"):
         raise HeadwiseError(f"a GGUF file has no {form} form: leave form= out, or give form='zeroed'")
-    if not hasattr(model, "save_pretrained"):
+    if not is_transformers_model(model):
         raise UnsupportedError(f"{type(model).__name__} cannot be written as GGUF: it is no transformers model")
     _check_weights(model)
     model = in_memory(model) if is_offloaded(model) else model
@@ -279,8 +280,9 @@ def _check_folder(folder: Path, overwrite: bool) -> None:
 def _check_plain_modules(model: nn.Module) -> None:
     """Refuse a model whose state dict, under the names of its class, is not all that it computes with."""
     check_whole_weights(model, attention_sites(model), "save")
+    own = _own_parametrizations(model)
     for path, module in model.named_modules():
-        if problem := wrapping_problem(module):
+        if path not in own and (problem := wrapping_problem(module)):
             reason, remedy = problem
             raise UnsupportedError(
                 f"{type(model).__name__} cannot be saved: {path or 'it'} ({type(module).__name__}) is not plain "
@@ -288,13 +290,23 @@ def _check_plain_modules(model: nn.Module) -> None:
             )
 
 
+def _own_parametrizations(model: nn.Module) -> set[str]:
+    """Paths of the modules that a class of transformers parametrizes itself, as Wav2Vec2 does: a new model has them."""
+    paths = {path for path, module in model.named_modules() if nn.utils.parametrize.is_parametrized(module)}
+    if not paths or not is_transformers_model(model):
+        return set()
+    try:
+        fresh: nn.Module = empty_model(type(model), model.config)
+    except Exception:  # a class that cannot be built from its config alone
+        return set()
+    return {path for path, x in fresh.named_modules() if path in paths and nn.utils.parametrize.is_parametrized(x)}
+
+
 def _check_weights(model: Any) -> None:
     """Refuse a model that cannot be saved as transformers' are."""
     _check_plain_modules(model)
-    if not hasattr(model, "_from_config") or getattr(model.config, "quantization_config", None) is not None:
-        raise UnsupportedError(
-            f"{type(model).__name__} cannot be saved: it is quantized or wraps a model; give the plain model"
-        )
+    if getattr(model.config, "quantization_config", None) is not None:
+        raise UnsupportedError(f"{type(model).__name__} cannot be saved: it is quantized; give the plain model")
     if not is_offloaded(model):
         check_present(model)
 
