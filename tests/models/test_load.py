@@ -203,6 +203,7 @@ def test_an_unreachable_hub_is_an_error_of_one_line(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("urllib.request.getproxies", dict)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     refused("someone/nosuch-model", "'someone/nosuch-model' is not a directory, .* and the hub cannot be reached")
+    refused("minlm", "'minlm' is not a directory, .*: did you mean minilm\\?")
 
 
 def test_an_unknown_hub_id_in_a_new_process_is_an_error_of_one_line(tmp_path: Path) -> None:
