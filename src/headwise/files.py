@@ -136,10 +136,10 @@ def _named(temporary: Path, path: str | os.PathLike[str]) -> Iterator[None]:
     try:
         yield
     except HeadwiseError as error:
-        names = [repr(str(name))[1:-1] for name in (temporary, os.fspath(path))]
-        if names[0] not in str(error):
+        shown, wanted = (repr(str(name))[1:-1] for name in (temporary, os.fspath(path)))
+        if shown not in str(error):
             raise
-        raise type(error)(str(error).replace(*names)) from error
+        raise type(error)(str(error).replace(shown, wanted)) from error
 
 
 @contextmanager
