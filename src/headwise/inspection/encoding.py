@@ -16,7 +16,9 @@ WEIGHTS_LIMIT = 2**30  # bytes of all heads' matrices, which are in memory at on
 
 def clean_text(text: str) -> str:
     """A text without bytes that are no text, which a shell may pass; an empty one is refused."""
-    if not isinstance(text, str) or not text.strip():
+    if not isinstance(text, str):
+        raise HeadwiseError(f"a text is a string, got {type(text).__name__}; give one sentence at a time")
+    if not text.strip():
         raise HeadwiseError("the text is empty; give a sentence")
     return text.encode("utf-8", "replace").decode()
 

@@ -6,7 +6,7 @@ import functools
 import html
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
@@ -87,7 +87,12 @@ def view(
         )
         service = Service({name: (model, tokenizer)}, scores=scores)
     else:
-        passes = [text] if isinstance(text, Pass) else list(text)
+        passes = list(text) if isinstance(text, Iterable) else [text]
+        for item in passes:
+            if not isinstance(item, Pass):
+                raise HeadwiseError(
+                    f"a view is of a text or of passes of headwise.ui.capture.run, got {type(item).__name__}"
+                )
     if not 1 <= len(passes) <= 2:
         raise HeadwiseError(f"the view shows one pass or two beside each other, got {len(passes)}")
     widget_class = _widget_class()
