@@ -208,6 +208,9 @@ def _widget_class() -> Any:
             self._service = service
             self.on_msg(self._on_message)
 
+        def __repr__(self) -> str:
+            return "View(...): .save(path) writes it as a page"  # shown where a front end draws no widgets
+
         def _on_message(self, widget: Any, message: Any, buffers: Any) -> None:
             """Answer a request of the page; the answer carries its number."""
             if not isinstance(message, dict) or self._service is None:

@@ -251,4 +251,5 @@ def _similar(name: str) -> str:
 
 def missing(error: ImportError) -> CheckpointError:
     """The error for a package that models need and that is not installed."""
-    return CheckpointError(f"models need {error.name or 'transformers'}; get it with: pip install 'headwise[models]'")
+    package = (error.name or "transformers").partition(".")[0]  # pip knows packages, not their modules
+    return CheckpointError(f"models need {package}; get it with: pip install 'headwise[models]'")
