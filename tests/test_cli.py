@@ -23,6 +23,7 @@ from headwise.cli.wording import name_options, name_options_in
 from headwise.models.surgery import compensation
 from headwise.prune import attention_layers, grouping
 from headwise.scale import train
+from headwise.terminal import LOOK_ALIKES
 from headwise.timing import machine
 
 HEAVY = ("torch", "transformers", "numpy")
@@ -173,7 +174,7 @@ def test_trace_fits_the_terminal(
 def test_trace_on_an_ascii_terminal() -> None:
     process = run(*HEADWISE, "trace", "--d-model", "6", "--heads", "2", PYTHONIOENCODING="ascii")
     assert (process.returncode, process.stderr) == (0, "")
-    assert "S_i = Q_i K_i? / ?3" in process.stdout
+    assert "S_i = Q_i K_i^T / sqrt 3" in process.stdout
 
 
 # --- mistakes ---
@@ -253,6 +254,49 @@ def test_a_closed_pipe_is_no_error(args: tuple[str, ...]) -> None:
     assert process.wait() == 1
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
+@pytest.mark.parametrize("args", [("trace", "--context", "3"), ("card", "gpt2"), ("card", "gpt2", "--json")])
+def test_a_full_disk_behind_stdout_is_one_line(args: tuple[str, ...]) -> None:
+    with open("/dev/full", "w") as full:
+        process = subprocess.run((*HEADWISE, *args), stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    words = "headwise: the output cannot be written: No space left on device\n"
+    assert (process.returncode, process.stderr) == (2, words)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="a POSIX shell closes the streams")
+@pytest.mark.parametrize(
+    ("closed", "args", "code"), [(">&-", "card gpt2", 0), ("2>&-", "nope", 2), (">&- 2>&-", "", 0)]
+)
+def test_closed_streams_are_no_error(closed: str, args: str, code: int) -> None:
+    process = run("sh", "-c", f'"$0" -m headwise {args} {closed}', sys.executable)
+    assert (process.returncode, process.stdout, process.stderr) == (code, "", "")
+
+
+def test_a_stream_without_unicode_gets_ascii_look_alikes() -> None:
+    drawn = run(*HEADWISE, "card", "llama3-8b", PYTHONIOENCODING="ascii").stdout
+    assert "queries  oooo oooo" in drawn
+    assert "+--+" in drawn
+    assert "?" not in drawn
+
+
+def test_look_alikes_replace_only_what_a_stream_cannot_encode() -> None:
+    assert "“it” → 5 ≥ 3 █▌ é 字".encode("ascii", LOOK_ALIKES) == b'"it" -> 5 >= 3 ## ? ?'
+    assert "“é” →".encode("cp1252", LOOK_ALIKES) == "“é” ->".encode("cp1252")
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["inspct"], "No such command 'inspct'. Did you mean inspect? See headwise --help"),
+        (["atlas", "shwo"], "No such command 'shwo'. Did you mean show? See headwise atlas --help"),
+        (["zzz"], "No such command 'zzz'; see headwise --help"),
+    ],
+)
+def test_a_misspelt_command_is_corrected(args: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(args) == 2
+    assert one_line(capsys) == f"headwise: {words}\n"
+
+
 # --- wording ---
 
 
@@ -264,6 +308,8 @@ def test_a_closed_pipe_is_no_error(args: tuple[str, ...]) -> None:
         ('token="bank:2" is the second', "--token bank:2 is the second"),
         ("choose another port=", "choose another --port"),
         ("to_json() lists all", "--json lists all"),
+        ("1 and 7 do, or give head_dim", "1 and 7 do, or give --head-dim"),
+        ("head_dim 3 is odd", "head_dim 3 is odd"),
         ("keepsake=7, mytoken=3", "keepsake=7, mytoken=3"),
     ],
 )

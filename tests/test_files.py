@@ -149,6 +149,15 @@ def test_a_full_disk_is_one_line_for_every_exception_class(tmp_path: Path) -> No
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("write", [files.write_atomically, files.write_folder_atomically])
+def test_errors_name_the_path_that_was_asked_for_not_the_temporary_one(write: Any, tmp_path: Path) -> None:
+    target = tmp_path / "it's ü"
+    with pytest.raises(CheckpointError) as caught, write(target) as temporary:
+        raise CheckpointError(f"{str(temporary)!r} cannot be written: No space left on device")
+    assert str(caught.value) == f"{str(target)!r} cannot be written: No space left on device"
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_safetensors_own_temporary_files_are_inside_the_working_folder(tmp_path: Path) -> None:
     import torch
     from safetensors.torch import save_file

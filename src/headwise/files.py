@@ -52,7 +52,8 @@ def write_atomically(path: str | os.PathLike[str], error: type[HeadwiseError] = 
         with _working_folder(target) as folder:
             file = folder / "new" / target.name
             file.touch()
-            yield file
+            with _named(file, path):
+                yield file
             os.chmod(file, target.stat().st_mode if target.exists() else 0o666 & ~umask())
             os.replace(file, target)
 
@@ -76,7 +77,8 @@ def write_folder_atomically(
         with _working_folder(target) as folder:
             scratch = folder / "new" / target.name
             scratch.mkdir(0o700)
-            yield scratch
+            with _named(scratch, path):
+                yield scratch
             os.chmod(scratch, 0o700 if private else 0o777 & ~umask())
             _move_folder(scratch, folder / "old" / target.name, target)
 
@@ -126,6 +128,18 @@ def _failures(path: str | os.PathLike[str], error: type[HeadwiseError], note: st
             raise
         words = re.sub(r".*I/O error: | \(os error.*", "", str(exc), flags=re.DOTALL)
         raise error(f"{str(path)!r} cannot be written: {words}{note}") from exc
+
+
+@contextmanager
+def _named(temporary: Path, path: str | os.PathLike[str]) -> Iterator[None]:
+    """Errors name `path`, which the user gave, in place of the temporary file or folder beside it."""
+    try:
+        yield
+    except HeadwiseError as error:
+        shown, wanted = (repr(str(name))[1:-1] for name in (temporary, os.fspath(path)))
+        if shown not in str(error):
+            raise
+        raise type(error)(str(error).replace(shown, wanted)) from error
 
 
 @contextmanager

@@ -6,6 +6,7 @@ moves the cursor, or changes the reading direction. Everything headwise prints g
 
 from __future__ import annotations
 
+import codecs
 import re
 import sys
 from collections.abc import Iterable
@@ -22,6 +23,26 @@ if TYPE_CHECKING:
 # surrogates, which are the undecodable bytes of a file name
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 SEPARATOR = re.compile("[\t\n]")
+
+# what a terminal without Unicode shows for the characters of our own drawings; "?" for all others
+ASCII = str.maketrans(
+    {
+        **dict.fromkeys("█▉▊▋▌▇▆▓■", "#"), **dict.fromkeys("▍▎▄▅▃▒", "="), **dict.fromkeys("▏▁▂░", "."),
+        **dict.fromkeys("“”", '"'), **dict.fromkeys("–—─┬", "-"), **dict.fromkeys("└┘┌┐", "+"), "’": "'", "│": "|",
+        "→": "->", "≥": ">=", "…": "...", "±": "+-", "×": "x", "·": ",", "●": "o", "²": "2", "√": "sqrt ", "ᵀ": "^T",
+        "✓": "ok", "✗": "no", "↵": "\\n", "⇥": "\\t", "␣": "_",
+    }
+)  # fmt: skip
+LOOK_ALIKES = "headwise.look-alikes"  # the name of the error handler, for `errors=` of a stream
+
+
+def _replace_by_look_alikes(error: UnicodeError) -> tuple[str | bytes, int]:
+    assert isinstance(error, UnicodeEncodeError)
+    text = error.object[error.start : error.end].translate(ASCII)
+    return "".join(character if character.isascii() else "?" for character in text), error.end
+
+
+codecs.register_error(LOOK_ALIKES, _replace_by_look_alikes)
 
 
 def escape_controls(text: str) -> str:

@@ -169,6 +169,12 @@ def heads(config: dict[str, Any]) -> list[tuple[int, int, int]]:
         "num_kv_heads": 12,
           "multi_query": True}, [(12, 1, 8)] * 2),
         ({"model_type": "gpt_bigcode", "n_embd": 96, "n_head": 12, "n_layer": 1, "multi_query": True}, [(12, 1, 8)]),
+        # transformers does not use the number of KV heads
+        (
+            {"model_type": "gpt_neox", "hidden_size": 96, "num_attention_heads": 12, "num_hidden_layers": 1}
+            | {"num_key_value_heads": 3},
+            [(12, 12, 8)],
+        ),
         ({"model_type": "dbrx", "d_model": 96, "n_heads": 12, "n_layers": 1, "attn_config": {"kv_n_heads": 3}}, [(12,
         3, 8)]),
         ({"model_type": "llama", "hidden_size": 96, "num_attention_heads": 12, "num_hidden_layers": 1}, [(12, 12, 8)]),

@@ -292,7 +292,9 @@ def test_damaged_files_are_refused_in_one_line(name: str, tmp_path: Path, capsys
 def test_missing_files_and_unknown_names_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, words in (
         ("bert-bse", "nor a famous name; did you mean bert-base"),
-        ("nowhere.json", "'nowhere.json' is neither a file or folder that exists, nor a hub id"),
+        ("nowhere.json", "there is no 'nowhere.json'; give a config.json, its folder"),
+        (str(tmp_path / "nowhere"), "nowhere'; give a config.json, its folder"),
+        ("", "the name of a model is empty"),
         (str(tmp_path), "has neither a config.json nor safetensors nor one GGUF file"),
         ("a\0b", "neither a file or folder"),
         ("x" * 5000, "cannot be read"),

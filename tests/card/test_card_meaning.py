@@ -35,6 +35,15 @@ def test_every_famous_name_can_be_read_and_explained() -> None:
 # --- the cache ---
 
 
+def test_a_card_prints_as_one_line() -> None:
+    card = headwise.card.read("llama3-8b")
+    assert repr(card) == "Card('llama3-8b', LlamaForCausalLM, GQA, 8,030,261,248 parameters)"
+    unknown = headwise.card.read(
+        {"model_type": "nowhere", "hidden_size": 12, "num_attention_heads": 3, "num_layers": 2}
+    )
+    assert repr(unknown).endswith("MHA, parameters not counted)")
+
+
 def test_cache_of_a_decoder_without_windows() -> None:
     card = headwise.card.read(SMALL)
     assert card.kv_cache(11) == 11 * 5 * 2 * 2 * 40 * 2

@@ -213,6 +213,11 @@ def test_a_missing_statistic_is_refused(animal: Inspection) -> None:
         animal.table("speed")
 
 
+def test_inspect_names_the_type_of_what_is_no_text() -> None:
+    with pytest.raises(HeadwiseError, match="a text is a string, got list; give one sentence at a time"):
+        headwise.inspect(["a cat", "a dog"])
+
+
 @pytest.mark.parametrize("text", ["", "  \n "])
 def test_inspect_refuses_an_empty_text(text: str) -> None:
     with pytest.raises(HeadwiseError, match="the text is empty; give a sentence"):

@@ -258,3 +258,9 @@ def test_unknown_characters_are_told(capsys: pytest.CaptureFixture[str]) -> None
     assert "unknown" not in shown(capsys, ANIMAL) and json.loads(shown(capsys, ANIMAL, "--json"))["unknown"] == []
     many = "".join(f" {chr(0x13000 + i)}" for i in range(7))
     assert "and 2 more" in json.loads(shown(capsys, many, "--json"))["notes"][0]
+
+
+def test_without_a_text_an_error_is_still_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["inspect", "--model", str(tmp_path / "nowhere")]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("headwise: there is no ") and err.count("\n") == 1

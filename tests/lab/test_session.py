@@ -127,6 +127,18 @@ def test_bad_arguments_are_refused_before_anything_is_measured(
     assert file.read_text() == "mine" and list(tmp_path.iterdir()) == [file]
 
 
+def test_an_interrupted_run_says_where_its_finished_pieces_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("headwise.lab.session.measure", interrupt)
+    work = tmp_path / "work"
+    assert main(["lab", "3", "--out", str(tmp_path / "out"), "--work", str(work)]) == 130
+    assert capsys.readouterr().err.endswith(f"are in {work}, and the same command goes on from there\n")
+
+
 @pytest.mark.parametrize("content", ["{", "[" * 100_000, '{"value": NaN}', "[]", "7", '{"made_of": 1}', "\0"])
 def test_a_broken_piece_in_the_store_is_named(content: str, tmp_path: Path) -> None:
     lab = Lab(TINY, work=tmp_path)

@@ -203,6 +203,12 @@ def test_an_unreachable_hub_is_an_error_of_one_line(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("urllib.request.getproxies", dict)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     refused("someone/nosuch-model", "'someone/nosuch-model' is not a directory, .* and the hub cannot be reached")
+    refused("minlm", "'minlm' is not a directory, .*: did you mean minilm\\?")
+
+
+def test_a_missing_package_is_named_without_its_module() -> None:
+    error = locate.missing(ModuleNotFoundError("no such module", name="transformers.utils"))
+    assert str(error) == "models need transformers; get it with: pip install 'headwise[models]'"
 
 
 def test_an_unknown_hub_id_in_a_new_process_is_an_error_of_one_line(tmp_path: Path) -> None:

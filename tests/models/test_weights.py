@@ -279,6 +279,14 @@ def test_statistics_add_up_over_calls(bert: Any) -> None:
     assert repr(seen) == "Watch(BertModel, 4 layers seen)"
 
 
+def test_a_module_watched_alone_is_one_layer_without_a_name() -> None:
+    module = headwise.MultiHeadAttention(6, 2)
+    with headwise.watch(module) as seen:
+        module(torch.randn(1, 3, 6))
+    assert repr(seen) == "Watch(MultiHeadAttention, 1 layer seen)"
+    assert repr(seen.layers) == "[Layer(self 0, 2 heads)]"
+
+
 def test_memory_grows_only_with_what_is_recorded(bert: Any) -> None:
     model, arguments, _ = bert
 

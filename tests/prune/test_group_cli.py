@@ -134,8 +134,8 @@ def test_bad_options_of_group_are_one_line_and_exit_code_2(
     for args, message in [
         (["--kv-heads", 2], "Missing option '--model'"),
         (valid, "Missing option '--kv-heads'"),
-        ([*valid, "--kv-heads", 4], "4 KV heads: the model has 6 per layer, and possible are 1 or 2 or 3"),
-        ([*valid, "--kv-heads", 6], "6 KV heads: the model has 6 per layer, and possible are 1 or 2 or 3"),
+        ([*valid, "--kv-heads", 4], "the model has 6 KV heads per layer, which cannot become 4; give 1 or 2 or 3"),
+        ([*valid, "--kv-heads", 6], "the model has 6 KV heads per layer, which cannot become 6; give 1 or 2 or 3"),
         ([*valid, "--kv-heads", 0], "0 is not in the range"),
         ([*valid, "--kv-heads", 2, "--grouping", "best"], "'best' is not one of 'contiguous', 'similar'"),
         ([*valid, "--kv-heads", 2, "--recover", -1], "-1 is not in the range"),

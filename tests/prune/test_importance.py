@@ -426,6 +426,7 @@ def test_bad_arguments_of_importance_and_plan_are_named() -> None:
         (lambda: headwise.importance(model, batches, seed=10**30), "seed must be a whole number from 0 to 429"),
         (lambda: headwise.importance(model, batches, seed=0.5), "seed must be a whole number from 0 to 429"),
         (lambda: headwise.importance(model, batches, loss=lambda o, b: o[0]), "loss gave shape"),
+        (lambda: headwise.plan(3), r"scores are \{kind: \(layers, heads\)\}, .*, got int"),
         (lambda: headwise.plan(table([[1.0]]), 60), "keep is a share from 0 to 1, such as 0.6, got 60"),
         (
             lambda: headwise.plan(table([[1.0]]), budget="euro"),

@@ -397,6 +397,11 @@ def test_options_that_make_no_sense_are_refused(options: dict[str, Any], words: 
         Recorder(small_gpt2(), path=None, **options)
 
 
+def test_a_name_instead_of_a_model_is_refused_at_once() -> None:
+    with pytest.raises(HeadwiseError, match=r"a model is expected, got str; load one with headwise.load\(name\)"):
+        Recorder("minilm", path=None)
+
+
 def test_a_model_without_attention_is_refused_before_the_training() -> None:
     with pytest.raises(UnsupportedError, match="no attention layer"), Recorder(nn.Linear(3, 2), path=None):
         pass

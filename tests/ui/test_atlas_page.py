@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from headwise.roles.atlas.bundled import bundled_atlas
 from headwise.ui.atlas import save_page
 
@@ -29,8 +31,31 @@ def test_atlas_page_shows_the_numbers_of_the_atlas(tab: Callable[..., Any], tmp_
     assert cells.nth(7).inner_text() == f"{atlas.scores['broad']['self'][0, 7]:.2f}"
     shown.page.select_option("#score", "entropy")
     assert cells.nth(0).inner_text() == f"{atlas.scores['entropy']['self'][0, 0]:.2f}"
-    assert shown.page.locator("svg text").count() == 72
+    assert shown.page.locator("svg.similar g title").count() == 72
     assert len(shown.requested) == 1  # itself
+
+
+@pytest.mark.parametrize("width", [400, 1600])
+@pytest.mark.parametrize("model", ["minilm", "smollm2"])
+def test_labels_of_heads_that_look_alike_do_not_overlap(
+    model: str, width: int, tab: Callable[..., Any], tmp_path: Path
+) -> None:
+    atlas = bundled_atlas(model)
+    assert atlas is not None
+    save_page(atlas, tmp_path / "atlas.html")
+    shown = tab().page
+    shown.set_viewport_size({"width": width, "height": 900})
+    shown.goto((tmp_path / "atlas.html").as_uri())
+    boxes = shown.locator("svg.similar text").evaluate_all(
+        "texts => texts.map(text => text.getBoundingClientRect()).map(({x, y, right, bottom}) => [x, y, right, bottom])"
+    )
+    assert len(boxes) > 30
+    slack = 2.0  # pixels: a line's box is higher than its digits
+    for index, (left, top, right, bottom) in enumerate(boxes):
+        for other in boxes[:index]:
+            across = min(right, other[2]) - max(left, other[0])
+            down = min(bottom, other[3]) - max(top, other[1])
+            assert across <= slack or down <= slack, (boxes[index], other)
 
 
 def test_the_grid_of_an_atlas_is_one_stop_and_arrow_keys_move_in_it(tab: Callable[..., Any], tmp_path: Path) -> None:

@@ -111,6 +111,11 @@ def test_a_long_log_is_thinned_out_and_says_so(monkeypatch: pytest.MonkeyPatch) 
     assert "100 entries from step 1 to 100, of which the page has 11" in data["summary"]
 
 
+def test_a_log_of_one_entry_is_described_in_the_singular() -> None:
+    summary = page_data(TrainingLog(HEADER, (log_entry(7),)), "title")["summary"]
+    assert summary.endswith("layers; 1 entry, at step 7.")
+
+
 def test_an_empty_log_is_refused(tmp_path: Path) -> None:
     with pytest.raises(HeadwiseError, match="no entry yet"):
         save_training_page(TrainingLog(HEADER, ()), tmp_path / "run.html")

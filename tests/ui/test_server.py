@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import headwise
+from headwise.cli import main
 from headwise.ui import capture, connections, payload, server
 from headwise.ui.service import Service, parse_heads_off
 from helpers import small_checkpoints
@@ -401,6 +402,27 @@ def test_passes_run_one_at_a_time_and_a_full_queue_refuses(service: Service, mon
     answers = ask(server.application(service), *({"ask": "run", "text": str(n)} for n in range(5)))
     assert [answer.status_code for answer in answers] == [200, 200, 200, 503, 503]
     assert max(most) == 1 and "3 requests wait already" in answers[-1].json()["error"]
+
+
+def test_a_text_longer_than_the_model_takes_is_refused_without_naming_a_python_argument(
+    minilm: tuple[Any, Any],
+) -> None:
+    service = Service({"minilm": minilm}, longest=10_000)
+    with pytest.raises(headwise.HeadwiseError, match=r"tokens, minilm takes 512 .*; shorten it$"):
+        service.answer({"ask": "run", "text": "animal " * 600})
+
+
+def test_the_announced_way_to_end_the_server_is_no_failure(
+    minilm: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(service: Service, *, announce: Callable[[str], None], **options: Any) -> None:
+        announce("http://127.0.0.1:7/")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(server, "serve", interrupted)
+    monkeypatch.setattr(Service, "answer", lambda *args: {})
+    assert main(["serve"]) == 0
+    assert capsys.readouterr() == ("open http://127.0.0.1:7/ (Ctrl-C ends it)\n", "stopped\n")
 
 
 def test_pass_that_takes_too_long_is_stopped(minilm: tuple[Any, Any]) -> None:

@@ -112,7 +112,14 @@ def test_module_fulfils_the_contract_of_anywidget(tab: Any, tmp_path: Path) -> N
 
 
 def test_view_takes_recorded_passes(run: Callable[..., capture.Pass]) -> None:
-    assert headwise.view(run()).data["live"] is None
+    shown = headwise.view(run())
+    assert shown.data["live"] is None
+    assert repr(shown) == "View(...): .save(path) writes it as a page"
+    for wrong in (3, ["a", "b"], None):
+        with pytest.raises(
+            headwise.HeadwiseError, match="a view is of a text or of passes of .*, got (int|str|NoneType)"
+        ):
+            headwise.view(wrong)
     with pytest.raises(headwise.HeadwiseError, match="one pass or two beside each other, got 3"):
         headwise.view([run(), run(), run()])
 

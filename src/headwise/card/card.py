@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from .sources.safetensors import Tensors
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Card:
     """A model's attention, parameters and costs; `parts` are its towers, and `explain()` describes them as text.
 
@@ -40,6 +40,11 @@ class Card:
     warnings: tuple[str, ...] = ()
     tied: bool | None = None
     pruned: str = ""  # how many heads are left in a pruned model, in words
+
+    def __repr__(self) -> str:
+        total = getattr(self.parameters, "total", None)
+        counted = "parameters not counted" if total is None else f"{total:,} parameters"
+        return f"Card({self.name!r}, {self.class_name}, {self.attention.kind}, {counted})"
 
     @property
     def main(self) -> Part:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from .sources.pruned import PruningRecord
     from .sources.safetensors import Tensors
 
+FILE_ENDINGS = (".json", ".safetensors", ".gguf")
 HUB_ID = r"[A-Za-z0-9][\w.-]*/[\w.-]+"
 
 
@@ -42,6 +44,8 @@ def read(source: Any) -> Card:
     if not isinstance(source, str | Path):
         raise UnsupportedError(f"a card is read from a path, a dict or a famous name, got {type(source).__name__}")
     name = str(source)
+    if not name:
+        raise CheckpointError("the name of a model is empty; give a path, a hub id (owner/name) or a famous name")
     path = Path(source).expanduser()
     try:
         if path.is_dir():
@@ -58,6 +62,8 @@ def read(source: Any) -> Card:
         return from_config(FAMOUS[name], name)
     if isinstance(source, str) and re.fullmatch(HUB_ID, source):
         return from_config(load_json(_from_hub(source)), source)
+    if os.path.dirname(name) or path.suffix in FILE_ENDINGS:  # meant as a path: no list of names helps
+        raise CheckpointError(f"there is no {name[:120]!r}; give a config.json, its folder, a .safetensors or a .gguf")
     import difflib
 
     alike = difflib.get_close_matches(name, FAMOUS, 3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import sys
@@ -10,21 +11,20 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..errors import HeadwiseError
-from ..terminal import echo
+from ..terminal import LOOK_ALIKES, echo
 
 if TYPE_CHECKING:
     import click
 
 USAGE_ERROR, INTERRUPTED = 2, 130
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 START_UP_OBJECTS = 50_000  # before the first garbage collection; Python begins after 700
 COMPLETE = "_HEADWISE_COMPLETE"  # the variable by which a shell asks for completions
 
 
 def main(args: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code; a user error is one line on stderr, never a traceback."""
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")  # a terminal that cannot encode "√" shows "?" instead of failing
+    _prepare_streams()
     thresholds = gc.get_threshold()
     gc.set_threshold(START_UP_OBJECTS, *thresholds[1:])  # loading modules makes many objects and no garbage
     try:
@@ -39,11 +39,30 @@ def main(args: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt as stop:
         return _fail(str(stop) or "interrupted", INTERRUPTED)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the interpreter complains as it exits
+        _discard_output()
         return 1
+    except OSError as error:
+        if error.errno not in FULL_DISK or error.filename is not None:
+            raise
+        _discard_output()  # files are written by `headwise.files`, which names them: this was stdout
+        return _fail(f"the output cannot be written: {error.strerror}", USAGE_ERROR)
     finally:
         gc.set_threshold(*thresholds)
     return code
+
+
+def _prepare_streams() -> None:
+    """Make stdout and stderr take any text, wherever they lead."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by the shell: >&-
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
+        if hasattr(getattr(sys, name), "reconfigure"):
+            getattr(sys, name).reconfigure(errors=LOOK_ALIKES)
+
+
+def _discard_output() -> None:
+    """Lead stdout nowhere: the interpreter would complain as it writes the rest at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _invoke(args: list[str]) -> int:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from ..ui.capture import Pass
 
 SENTENCE = 400  # characters; longer texts use every thread
+NO_TEXT = "No text given: this is the default sentence; try headwise inspect --examples for more."
 NO_ROLE = "no clean role"
 
 
@@ -92,6 +93,7 @@ def command(
     if image:
         for_texts = {"the text": text, "--example": example, "--pieces": pieces}
         _check_image_alone(for_texts | {"--truncate": truncate})
+    note = "" if text is not None or example or image else NO_TEXT
     text, followed = ("", tokens) if image else _choose_text(text, example, tokens)
     for name, value in (("target", target), ("scores", scores), ("compare", compare), ("off", off)):
         if value and not html:
@@ -104,7 +106,7 @@ def command(
         else:
             texts = {"against": text2, "target": target, "truncate": truncate}
             run = partial(_run_texts, text, model, off, beside=compare, **texts)
-        _write_page(html, run, list(scores), head)
+        _write_page(html, run, list(scores), head, note)
         if not (png or svg or as_json):
             return None
     if image:
@@ -112,6 +114,8 @@ def command(
     else:
         result = _inspect(text, model, against=text2, token=followed, pieces=pieces, truncate=truncate)
     _check(result, stat, head)
+    if note and not html:
+        echo(note, err=True)
     for picture in (png, svg):
         if picture:
             _picture(result, picture, ".png" if picture is png else ".svg", head, stat)
@@ -153,12 +157,14 @@ def _run_image(image: Path, model: str, off: str | None, **options: Any) -> list
     return run_image_passes(image, full_model, off=heads_off, **parts, **options)
 
 
-def _write_page(path: Path, run: Callable[[], list[Pass]], files: list[Path], head: str | None) -> None:
+def _write_page(path: Path, run: Callable[[], list[Pass]], files: list[Path], head: str | None, note: str) -> None:
     from ..ui.overlays import read_overlays
     from ..ui.widget import save_passes
 
     scores = read_overlays(files)  # before the models are loaded
     save_passes(run(), path, heads=head or (), scores=scores)
+    if note:
+        echo(note, err=True)
     echo(f"wrote {path} ({path.stat().st_size / 2**20:.1f} MiB); open it in a browser", err=True)
 
 
@@ -180,7 +186,6 @@ def _choose_text(text: str | None, example: str | None, follow: tuple[str, ...])
             raise HeadwiseError("give a text or an example, not both")
         return EXAMPLES[example].text, follow or EXAMPLES[example].follow
     if text is None:
-        echo("No text given: this is the default sentence; try headwise inspect --examples for more.", err=True)
         return next(iter(EXAMPLES.values())).text, follow
     return text, follow
 

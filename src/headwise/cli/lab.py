@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -77,7 +79,7 @@ def command(
     work = cache() / "lab" if work is None else work
     for folder in (out, work):
         check_output_folder(folder)
-    with joined_ranks() as ranks, progress_bars(ranks.first) as progress:
+    with joined_ranks() as ranks, _work_named(work), progress_bars(ranks.first) as progress:
         rank_group = None if isinstance(ranks, SingleProcess) else ranks
         budget = FULL if full else DEFAULT
         budget = replace(budget, starts=starts or budget.starts)
@@ -93,6 +95,18 @@ def command(
         echo(json.dumps(records, indent=2))
     else:
         _show(records, out)
+
+
+@contextmanager
+def _work_named(work: Path) -> Iterator[None]:
+    """Whoever interrupts a run is told where its finished pieces are."""
+    try:
+        yield
+    except KeyboardInterrupt as stop:
+        if stop.args:
+            raise
+        words = f"interrupted; finished pieces of work are in {work}, and the same command goes on from there"
+        raise KeyboardInterrupt(words) from None
 
 
 def _list(as_json: bool) -> None:

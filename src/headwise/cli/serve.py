@@ -54,4 +54,7 @@ def command(
     )
     # errors are reported here rather than in the browser, and the first visitor does not wait for a cold start
     service.answer({"ask": "run", "text": service.text, "target": target})
-    run(service, host=host, port=port, announce=lambda address: echo(f"open {address} (Ctrl-C ends it)"))
+    try:
+        run(service, host=host, port=port, announce=lambda address: echo(f"open {address} (Ctrl-C ends it)"))
+    except KeyboardInterrupt:  # the announced way to end it, so no failure
+        echo("stopped", err=True)

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 ARGUMENTS = ("allow_empty", "device", "image", "keep", "out", "overwrite", "port", "step", "token", "truncate")
 ARGUMENT = re.compile(
     rf"""\b(?P<name>{"|".join(ARGUMENTS)})=(?:True\b|"(?P<quoted>[^"]*)"|(?P<value>[\w.]+))?|\bto_json\(\)"""
+    r"|(?<=give )(?P<bare>head_dim)\b"
 )
 
 
@@ -49,6 +50,8 @@ def _reword(text: Text) -> Text:
 
 
 def _option(match: re.Match[str]) -> str:
+    if match["bare"]:
+        return "--head-dim"
     if match["name"] is None:
         return "--json"
     value = match["quoted"] or match["value"]

@@ -16,16 +16,19 @@ WEIGHTS_LIMIT = 2**30  # bytes of all heads' matrices, which are in memory at on
 
 def clean_text(text: str) -> str:
     """A text without bytes that are no text, which a shell may pass; an empty one is refused."""
-    if not isinstance(text, str) or not text.strip():
+    if not isinstance(text, str):
+        raise HeadwiseError(f"a text is a string, got {type(text).__name__}; give one sentence at a time")
+    if not text.strip():
         raise HeadwiseError("the text is empty; give a sentence")
     return text.encode("utf-8", "replace").decode()
 
 
 def encode(
-    text: str, name: str, model: Any, tokenizer: Any, truncate: bool, *, weights: bool = True
+    text: str, name: str, model: Any, tokenizer: Any, truncate: bool | None, *, weights: bool = True
 ) -> tuple[Any, tuple[str, ...]]:
     """The tokenizer's encoding of a text that fits the model, and notes about it.
 
+    truncate: cut a longer text; None where nobody could ask for that, so that the error does not propose it.
     weights: whether all heads' matrices will be in memory at once, which allows fewer tokens.
     """
     options = {"return_offsets_mapping": bool(tokenizer.is_fast), "return_special_tokens_mask": True, "verbose": False}
@@ -37,9 +40,8 @@ def encode(
     if count <= limit:
         return encoded, _unknown_note(text, encoded, tokenizer)
     if not truncate:
-        raise HeadwiseError(
-            f"the text has {count:,} tokens, {name} takes {limit:,} ({reason}); shorten it, or cut it by truncate=True"
-        )
+        remedy = "shorten it" if truncate is None else "shorten it, or cut it by truncate=True"
+        raise HeadwiseError(f"the text has {count:,} tokens, {name} takes {limit:,} ({reason}); {remedy}")
     encoded = tokenizer(text, truncation=True, max_length=limit, **options)
     return encoded, (f"cut to {limit:,} of {count:,} tokens", *_unknown_note(text, encoded, tokenizer))
 

@@ -89,7 +89,8 @@ def make_batches(
     """
     if len(texts) < 4:
         raise HeadwiseError(
-            f"{len(texts)} texts are too few: half are for scoring, half for measuring; give at least 4"
+            f"{len(texts)} {'text is' if len(texts) == 1 else 'texts are'} too few: half are for scoring, half for "
+            "measuring; give at least 4"
         )
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token

@@ -40,8 +40,8 @@ def check_kv_heads(model: Any, kv_heads: int) -> None:
     if kv_heads not in counts:
         possible = " or ".join(map(str, reversed(counts)))
         now = "/".join(map(str, sorted(set(per_layer)))) or "no"
-        remedy = f"possible are {possible}" if counts else "it cannot have fewer"
-        raise ShapeError(f"{kv_heads} KV heads: the model has {now} per layer, and {remedy}")
+        remedy = f"give {possible}" if counts else "it cannot have fewer"
+        raise ShapeError(f"the model has {now} KV heads per layer, which cannot become {kv_heads}; {remedy}")
 
 
 class _Run:

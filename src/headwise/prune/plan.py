@@ -67,6 +67,10 @@ def plan(
         >>> smaller = headwise.prune_heads(model, plan)
     """
     check_options(keep, budget, per, unit)
+    if not isinstance(scores, Mapping):
+        raise HeadwiseError(
+            f"scores are {{kind: (layers, heads)}}, as headwise.importance gives them, got {type(scores).__name__}"
+        )
     if budget == "latency":
         from .latency import plan_for_latency
 

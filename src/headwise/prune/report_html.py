@@ -103,7 +103,7 @@ def _head_map(report: PruneReport) -> str:
         name = escape(f"{kind} {index}")
         lines.append(f"<tr><th>{name}</th>{cells}<th>{query - len(removed_heads)} of {query}</th></tr>")
     legend = f"{plan.removed} of {plan.total} heads go (score: {plan.score}, budget: {plan.budget}), marked ×."
-    shades = " The darker a head, the higher it ranks in the model." if ranks else ""
+    shades = " The stronger the colour of a head, the higher it ranks in the model." if ranks else ""
     return f'<p class="soft">{escape(legend + shades)}</p><table class="heads"><tbody>{"".join(lines)}</tbody></table>'
 
 

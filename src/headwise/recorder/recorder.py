@@ -86,6 +86,8 @@ class Recorder(TrainerEvents):
         manual: bool = False,
         mesh: DeviceMesh | None = None,
     ) -> None:
+        if not isinstance(model, nn.Module):
+            raise HeadwiseError(f"a model is expected, got {type(model).__name__}; load one with headwise.load(name)")
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             raise HeadwiseError(f"every must be a number of steps from 1 on, got {every!r}")
         if not isinstance(resume, bool) and (not isinstance(resume, int) or resume < 0):

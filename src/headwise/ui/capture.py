@@ -125,7 +125,7 @@ class RunOptions(TypedDict, total=False):
 
     tokenizer: Any
     target: str | None
-    truncate: bool
+    truncate: bool | None
     name: str | None
     max_tokens: int | None
     stop: Callable[[], bool] | None
@@ -138,7 +138,7 @@ def run(
     tokenizer: Any = None,
     target: str | None = None,
     off: Any = None,
-    truncate: bool = False,
+    truncate: bool | None = False,
     name: str | None = None,
     max_tokens: int | None = None,
     stop: Callable[[], bool] | None = None,
@@ -151,7 +151,7 @@ def run(
         tokenizer: of the model, if it is not found by name.
         target: input of the decoder of an encoder-decoder model; without it the encoder runs alone.
         off: heads whose output is replaced by zeros, {layer: [heads]} as in `mask_heads`.
-        truncate: cut a text that is too long for the model.
+        truncate: cut a text that is too long for the model; None: refuse it in words for a page, which cannot cut.
         name: of the model, as shown.
         max_tokens: a longer text is refused.
         stop: called before every attention layer; True ends the pass by raising `StoppedError`.

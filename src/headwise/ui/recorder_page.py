@@ -45,9 +45,11 @@ def page_data(log: TrainingLog, title: str) -> dict[str, Any]:
     first, final = log.entries[0].step, log.entries[-1].step
     left_out = f", of which the page has {len(steps)}" if len(steps) < len(log.entries) else ""
     torn = " The last line of the file is incomplete and was left out." if log.torn else ""
+    span = f"{len(log.entries)} entries from step {first:,} to {final:,}"
+    entry_count = span if len(log.entries) != 1 else f"1 entry, at step {first:,}"
     summary = (
         f"{sum(layer.heads for layer in log.header.layers)} heads in {len(log.header.layers)} layers; "
-        f"{len(log.entries)} entries from step {first:,} to {final:,}{left_out}.{torn}"
+        f"{entry_count}{left_out}.{torn}"
     )
     return {
         "title": title,

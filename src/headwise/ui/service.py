@@ -129,6 +129,7 @@ class Service:
                 model,
                 tokenizer=tokenizer,
                 target=target or None,
+                truncate=None,
                 off=parse_heads_off(model, off, with_decoder=bool(target)),
                 stop=self._expiry(stop),
                 max_tokens=self.tokens,

@@ -6,7 +6,7 @@ import functools
 import html
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
@@ -87,7 +87,12 @@ def view(
         )
         service = Service({name: (model, tokenizer)}, scores=scores)
     else:
-        passes = [text] if isinstance(text, Pass) else list(text)
+        passes = list(text) if isinstance(text, Iterable) else [text]
+        for item in passes:
+            if not isinstance(item, Pass):
+                raise HeadwiseError(
+                    f"a view is of a text or of passes of headwise.ui.capture.run, got {type(item).__name__}"
+                )
     if not 1 <= len(passes) <= 2:
         raise HeadwiseError(f"the view shows one pass or two beside each other, got {len(passes)}")
     widget_class = _widget_class()
@@ -202,6 +207,9 @@ def _widget_class() -> Any:
             super().__init__(data=content)
             self._service = service
             self.on_msg(self._on_message)
+
+        def __repr__(self) -> str:
+            return "View(...): .save(path) writes it as a page"  # shown where a front end draws no widgets
 
         def _on_message(self, widget: Any, message: Any, buffers: Any) -> None:
             """Answer a request of the page; the answer carries its number."""

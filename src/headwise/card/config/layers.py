@@ -106,6 +106,8 @@ def _kv_heads(stack: Stack) -> None:
         _as_many_as_query(stack, query)
     if node.map.get("num_key_value_heads") in ("encoder_attention_heads", "num_attention_heads"):
         _as_many_as_query(stack, query)
+    if node.model_type in names.MULTI_HEAD and stack.numbers.get("kv_heads") != query:
+        stack.derive("kv_heads", query, f"as many as query heads: {node.model_type} uses no other number")
 
 
 def _as_many_as_query(stack: Stack, query: int) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import click
 
 from ...errors import HeadwiseError
@@ -16,9 +18,14 @@ class AtlasGroup(LazyGroup):
 
     def parse_args(self, context: click.Context, args: list[str]) -> list[str]:
         completing = context.resilient_parsing and not args
-        if not completing and (not args or args[0] not in (*self.modules, *context.help_option_names)):
+        named = bool(args) and (args[0] in (*self.modules, *context.help_option_names) or self._is_misspelt(args[0]))
+        if not completing and not named:
             args = [self._default(context, args), *args]
         return super().parse_args(context, args)
+
+    def _is_misspelt(self, name: str) -> bool:
+        """Whether a name is like a command's, and no atlas to show."""
+        return bool(self.similar_names(name)) and not os.path.lexists(name)
 
     def _default(self, context: click.Context, args: list[str]) -> str:
         show = self.get_command(context, "show")

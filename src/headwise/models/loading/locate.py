@@ -230,15 +230,26 @@ def _hub(name: str, weights: bool, code: bool) -> Path:
         except errors.GatedRepoError as error:
             raise CheckpointError(f"hub model {name!r} is gated; accept its terms on its page and log in") from error
         except errors.RepositoryNotFoundError as error:
-            raise CheckpointError(f"there is no {name!r}, neither here nor on the hub; give {_KINDS}") from error
+            raise CheckpointError(
+                f"there is no {name!r}, neither here nor on the hub; {_similar(name) or f'give {_KINDS}'}"
+            ) from error
         except Exception as error:  # from the hub, its HTTP library or the system: all mean that it cannot be reached
             raise CheckpointError(
                 f"{name!r} is not a directory, a file or a bundled name ({', '.join(BUNDLED)}), "
-                "and the hub cannot be reached for it: connect, or give a model that is here"
+                f"and the hub cannot be reached for it: {_similar(name) or 'connect, or give a model that is here'}"
             ) from error
     return Path(folder)
 
 
+def _similar(name: str) -> str:
+    """A question where a name may be a misspelt bundled one."""
+    import difflib
+
+    alike = difflib.get_close_matches(name, BUNDLED, 1)
+    return f"did you mean {alike[0]}?" if alike else ""
+
+
 def missing(error: ImportError) -> CheckpointError:
     """The error for a package that models need and that is not installed."""
-    return CheckpointError(f"models need {error.name or 'transformers'}; get it with: pip install 'headwise[models]'")
+    package = (error.name or "transformers").partition(".")[0]  # pip knows packages, not their modules
+    return CheckpointError(f"models need {package}; get it with: pip install 'headwise[models]'")

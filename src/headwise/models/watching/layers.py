@@ -184,7 +184,8 @@ class Layer:
             )
 
     def __repr__(self) -> str:
-        return f"Layer({self.kind} {self.index}, {self.heads.query} heads, {self.name})"
+        name = f", {self.name}" if self.name else ""  # a model that is itself an attention layer has none
+        return f"Layer({self.kind} {self.index}, {self.heads.query} heads{name})"
 
     def to_json(self) -> dict[str, Any]:
         """The layer and its statistics as plain JSON values."""

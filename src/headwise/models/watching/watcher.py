@@ -234,7 +234,8 @@ class Watch:
         return self._request.outputs.heads(site) is not None
 
     def __repr__(self) -> str:
-        return f"Watch({type(self.model).__name__}, {len(self.recording.layers)} layers seen)"
+        count = len(self.recording.layers)
+        return f"Watch({type(self.model).__name__}, {count} layer{'s' * (count != 1)} seen)"
 
     def to_json(self) -> dict[str, Any]:
         """The layers and their statistics as plain JSON values."""

@@ -1,6 +1,7 @@
 // The atlas as a page: every head as a cell, coloured by one score; all scores of a chosen head; a table by role.
 import { h } from "./lib/dom.js";
 import { legend } from "./lib/heatmap.js";
+import { placeLabels } from "./lib/labels.js";
 import { figure, headings, pageHeader, resetFocus, roveFocus, Theme } from "./lib/report.js";
 import { svg } from "./lib/svg.js";
 
@@ -24,8 +25,10 @@ import { svg } from "./lib/svg.js";
  */
 
 const LISTED = 6; // heads of a role
-const MAP_SIZE = 460;
-const MAP_EDGE = 24;
+const MAP_LEAST = 300; // pixels across, for narrow windows
+const MAP_MOST = 900;
+const MAP_EDGE = 30;
+const MAP_LABEL = { width: 29, height: 13 };
 
 /** @type {AtlasData} */
 const data = JSON.parse(/** @type {HTMLElement} */ (document.getElementById("atlas-data")).textContent || "{}");
@@ -122,7 +125,7 @@ function grid(kind, table) {
   return h(
     "table",
     { class: "grid", style: { "--hw-heads": widest } },
-    h("caption", {}, `${kind} attention`),
+    h("caption", {}, `${kind} attention: a row per layer, a column per head`),
     h("thead", {}, h("tr", {}, ...headings(columns, "col"))),
     h("tbody", {}, ...rows),
   );
@@ -130,25 +133,46 @@ function grid(kind, table) {
 
 /** The heads of a kind as points, near each other where they look alike. @param {string} kind @param {Point[]} points */
 function similarityMap(kind, points) {
+  const wide = Math.max(MAP_LEAST, Math.min(MAP_MOST, root.clientWidth - 2 * MAP_EDGE));
   const axes = [points.map(({ x }) => x), points.map(({ y }) => y)];
-  const ends = axes.map((values) => [Math.min(...values), Math.max(...values)]);
-  const widest = Math.max(...ends.map(([low, high]) => high - low), 1e-9); // one scale for both axes keeps distances
-  /** @param {number} x @param {number[]} ends */
-  const place = (x, [low, high]) => MAP_SIZE / 2 + ((x - (low + high) / 2) / widest) * (MAP_SIZE - 2 * MAP_EDGE);
-  const dots = points.map(({ kind: own, layer, head, x, y }) => {
-    const named = rolesOf(own, layer, head).length ? "named" : "";
-    const dot = svg("text", { x: place(x, ends[0]), y: place(y, ends[1]), class: named }, `${layer}.${head}`);
-    dot.addEventListener("click", () => showHead(own, data.layers[own].indexOf(layer), head));
-    return dot;
+  const lows = axes.map((values) => Math.min(...values));
+  const spans = axes.map((values, axis) => Math.max(...values) - lows[axis]);
+  // one scale for both axes keeps distances
+  const scale = (wide - 2 * MAP_EDGE) / Math.max(...spans, 1e-9);
+  const room = { width: spans[0] * scale + 2 * MAP_EDGE, height: spans[1] * scale + 2 * MAP_EDGE };
+  const items = points.map((point) => ({
+    point,
+    named: rolesOf(point.kind, point.layer, point.head).length > 0,
+    x: MAP_EDGE + (point.x - lows[0]) * scale,
+    y: MAP_EDGE + (point.y - lows[1]) * scale,
+  }));
+  items.sort((a, b) => Number(b.named) - Number(a.named)); // heads with a role have their labels nearest
+  const labels = placeLabels(items, MAP_LABEL, room);
+  const marks = items.map(({ point: { kind: own, layer, head }, named, x, y }, n) => {
+    const label = labels[n]; // a crowded head has none, but a tooltip
+    const mark = svg(
+      "g",
+      { class: named ? "named" : "" },
+      svg("title", {}, `${layer}.${head}`),
+      label && svg("line", { x1: x, y1: y, x2: label.x, y2: label.y }),
+      svg("circle", { cx: x, cy: y, r: 3 }),
+      label && svg("text", { x: label.x, y: label.y }, `${layer}.${head}`),
+    );
+    mark.addEventListener("click", () => showHead(own, data.layers[own].indexOf(layer), head));
+    return mark;
   });
   const text =
-    "Near each other: they spread their weight alike (Jensen-Shannon divergence). Coloured heads have a role.";
+    "Near each other: they spread their weight alike (Jensen-Shannon divergence). Coloured heads have a role." +
+    (labels.includes(null) ? " Where there is no room for a label, it is shown on hover." : "");
+  const drawing = figure("heads that look alike, side by side", `0 0 ${room.width} ${room.height}`, ...marks);
+  drawing.setAttribute("class", "similar");
+  drawing.style.maxWidth = `${room.width}px`; // its labels are as large as other text
   return h(
     "section",
     { class: "hw-card" },
     h("h2", {}, `Which ${kind} heads look alike`),
     h("p", { class: "soft" }, text),
-    figure("heads that look alike, side by side", `0 0 ${MAP_SIZE} ${MAP_SIZE}`, ...dots),
+    drawing,
   );
 }
 

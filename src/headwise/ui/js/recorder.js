@@ -144,7 +144,7 @@ function grid(kind) {
   return h(
     "table",
     { class: widest > MOST_NUMBERS ? "grid many" : "grid", style: { "--hw-heads": widest } },
-    h("caption", {}, `${kind} attention`),
+    h("caption", {}, `${kind} attention: a row per layer, a column per head`),
     h("thead", {}, h("tr", {}, ...headings(columns, "col"))),
     h("tbody", {}, ...rows),
   );

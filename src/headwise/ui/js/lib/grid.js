@@ -115,7 +115,7 @@ function header(layer, most, sorted, grouped) {
   return h(
     "div",
     { class: "row head", "aria-hidden": "true" },
-    h("span", { class: "layer", text: "layer" }),
+    h("span", { class: "layer" }, !sorted && h("span", { text: "head →" }), h("span", { text: "layer ↓" })),
     ...(sorted ? [h("span", { class: "wide", text: "each layer's heads, highest first" })] : numbers),
   );
 }

@@ -142,6 +142,11 @@ export class LiveBar {
       "div",
       { class: "hw-live" },
       h("h3", { text: "Compare with" }),
+      first &&
+        h("p", {
+          class: "soft",
+          text: "Change the text or choose another model: both are then shown side by side, with their difference.",
+        }),
       this._text("second text", state.text2 ?? state.text ?? "", submit, "text2"),
       h(
         "div",

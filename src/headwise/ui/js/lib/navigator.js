@@ -97,7 +97,7 @@ export function chosenHeads(app, run, heads = app.state.heads) {
       "span",
       { class: "hw-name", style: several ? { "--hw-dot": css(colours[n]) } : {} },
       h("b", { class: several ? "dot" : "", text: `head ${run.label(at)}` }),
-      h("span", { class: "soft", text: several ? "" : `layer ${index}, ${plural(count, "head")} of ${dim}` }),
+      h("span", { class: "soft", text: several ? "" : `layer ${index}, ${plural(count, "head")}, each ${dim} wide` }),
       app.live &&
         h("button", {
           type: "button",
