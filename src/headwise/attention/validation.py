@@ -72,6 +72,11 @@ def _size_error(q: Any, k: Any, v: Any) -> ShapeError:
     )
 
 
+def within_far(n: int) -> int:
+    """n, or FAR where it is further: that makes no difference to any key, and sys.maxsize may mean "all"."""
+    return max(-FAR, min(n, FAR))
+
+
 def shown(shape: Sequence[int]) -> str:
     """A shape as text: (2, 8, 10, 64)."""
     return "(" + ", ".join(str(n) for n in shape) + ("," if len(shape) == 1 else "") + ")"
@@ -134,7 +139,7 @@ def _keep_first(keep_first: Any, heads: int) -> list[int]:
             raise MaskError(
                 f"keep_first must be a whole number of at least 0, or one per query head, got {keep_first!r}"
             )
-    return counts
+    return [within_far(count) for count in counts]
 
 
 def band(causal: bool, window: Window | None) -> Band:
@@ -158,7 +163,8 @@ def _window(window: Any) -> Band:
     for side, reach in zip(("left", "right"), window, strict=True):
         if reach is not None and (isinstance(reach, bool) or not isinstance(reach, int) or reach < 0):
             raise MaskError(f"window's {side} side must be None or a whole number of at least 0, got {reach!r}")
-    return window[0], window[1]
+    left, right = (None if reach is None else within_far(reach) for reach in window)
+    return left, right
 
 
 def check_mask(shape: Sequence[int], size: Sizes) -> None:
@@ -246,7 +252,8 @@ def pick(name: str, selection: Any, count: int) -> list[int]:
     if isinstance(selection, slice):
         return list(range(count))[selection]
     try:
-        numbers = [operator.index(n) for n in (selection if isinstance(selection, Iterable) else [selection])]
+        listed = list(selection) if isinstance(selection, Iterable) else [selection]
+        numbers = [operator.index(n) for n in listed]
     except TypeError:
         raise ShapeError(f"{name}s must be whole numbers, got {selection!r}") from None
     wrong = [n for n in numbers if not -count <= n < count]
