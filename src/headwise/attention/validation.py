@@ -77,6 +77,11 @@ def within_far(n: int) -> int:
     return max(-FAR, min(n, FAR))
 
 
+def is_bool(x: Any) -> bool:
+    """Whether x is True or False, Python's or an array's: a mark, and not the number that Python takes it for."""
+    return isinstance(x, bool) or str(getattr(x, "dtype", "")).endswith("bool")
+
+
 def shown(shape: Sequence[int]) -> str:
     """A shape as text: (2, 8, 10, 64)."""
     return "(" + ", ".join(str(n) for n in shape) + ("," if len(shape) == 1 else "") + ")"
@@ -253,6 +258,8 @@ def pick(name: str, selection: Any, count: int) -> list[int]:
         return list(range(count))[selection]
     try:
         listed = list(selection) if isinstance(selection, Iterable) else [selection]
+        if any(is_bool(n) for n in listed):
+            raise ShapeError(f"{name}s must be their numbers, got True or False for each; use .nonzero()[:, 0]")
         numbers = [operator.index(n) for n in listed]
     except TypeError:
         raise ShapeError(f"{name}s must be whole numbers, got {selection!r}") from None

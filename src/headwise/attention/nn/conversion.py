@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ...errors import ShapeError, UnsupportedError
 from ...heads import Heads
+from ..validation import is_bool
 from .positions import Alibi, Rotary
 from .torch_module import HeadwiseMultiheadAttention
 
@@ -71,7 +72,8 @@ def to_torch(module: MultiHeadAttention) -> nn.MultiheadAttention:
     """An nn.MultiheadAttention with the same outputs; grouped KV heads are repeated for their query heads."""
     _check_projections("to_torch", module)
     heads = module.heads
-    zero_sinks = module.sinks is not None and not module.sinks.requires_grad and not bool(module.sinks.any())
+    frozen = None if module.sinks is None or module.sinks.requires_grad or module.sinks.is_meta else module.sinks
+    zero_sinks = frozen is not None and not bool(frozen.any())
     reasons = {
         "rotary or ALiBi positions": module.position is not None,
         "normed queries and keys": module.qk_norm is not None,
@@ -183,7 +185,7 @@ def retained_heads(module: MultiHeadAttention, heads: Iterable[int]) -> dict[int
         raise ShapeError(f"heads must be a list of numbers, got {heads!r}; give [{heads!r}]")
     removed = set()
     for h in heads:
-        number = operator.index(h) if hasattr(h, "__index__") and not isinstance(h, bool) else -1
+        number = operator.index(h) if hasattr(h, "__index__") and not is_bool(h) else -1
         if not 0 <= number < count:
             raise ShapeError(f"head {h!r} does not exist; there are {count}, 0 to {count - 1}")
         removed.add(number)
