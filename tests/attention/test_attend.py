@@ -101,6 +101,20 @@ def test_hidden_keys_may_hold_anything(path, call, value):
         check_weights(call, {})
 
 
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("kind", ["bool", "float"])
+def test_a_key_that_one_head_reaches_and_the_mask_shows_to_another_is_hidden(path, kind):
+    call = random_case(heads=2, kv=1, queries=1, keys=3)
+    shown = np.ones((1, 2, 1, 3), bool)
+    shown[0, 1, 0, 0] = False  # to head 0 alone, whose window ends before key 0
+    mask = shown if kind == "bool" else np.where(shown, 0.0, -np.inf)
+    call.options.update(window=[(1, 0), (2, 0)], mask=mask, offset=2)
+    call.k[:, :, 0] = call.v[:, :, 0] = np.nan
+    with forced(path):
+        check_attend(call)
+        check_weights(call, {})
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("path", READABLE)
 @given(call=cases() | nonfinite_cases())
