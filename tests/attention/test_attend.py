@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -100,6 +101,20 @@ def test_hidden_keys_may_hold_anything(path, call, value):
         check_weights(call, {})
 
 
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("kind", ["bool", "float"])
+def test_a_key_that_one_head_reaches_and_the_mask_shows_to_another_is_hidden(path, kind):
+    call = random_case(heads=2, kv=1, queries=1, keys=3)
+    shown = np.ones((1, 2, 1, 3), bool)
+    shown[0, 1, 0, 0] = False  # to head 0 alone, whose window ends before key 0
+    mask = shown if kind == "bool" else np.where(shown, 0.0, -np.inf)
+    call.options.update(window=[(1, 0), (2, 0)], mask=mask, offset=2)
+    call.k[:, :, 0] = call.v[:, :, 0] = np.nan
+    with forced(path):
+        check_attend(call)
+        check_weights(call, {})
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("path", READABLE)
 @given(call=cases() | nonfinite_cases())
@@ -119,6 +134,48 @@ def test_scale_may_be_zero_or_negative(path, scale, tokens):
     call.options.update(scale=scale, causal=True)
     with forced(path):
         check_attend(call)
+
+
+UNLIMITED = {
+    "both sides": {"window": (sys.maxsize, sys.maxsize)},
+    "one side": {"window": (2**70, 1)},
+    "of one head": {"window": [(sys.maxsize, sys.maxsize), (1, 0), (0, 1), (None, 0)]},
+    "first keys": {"window": (0, 0), "keep_first": 2**63},
+    "offset past all keys": {"causal": True, "offset": 2**63},
+    "offset before all keys": {"causal": True, "offset": -(2**70)},
+}
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("name", UNLIMITED)
+def test_numbers_further_than_any_key_may_be_of_any_size(path, name):
+    def near(option):
+        if isinstance(option, (tuple, list)):
+            return type(option)(near(item) for item in option)
+        return option if isinstance(option, bool) or option is None else max(-100, min(option, 100))
+
+    case = random_case(heads=4, queries=5, keys=7)
+    q, k, v = (torch.tensor(x) for x in (case.q, case.k, case.v))
+    options, plain = UNLIMITED[name], {key: near(value) for key, value in UNLIMITED[name].items()}
+    with forced(path):
+        for function in (attend, lambda *qkv, **o: weights(*qkv[:2], **o), lambda *qkv, **o: head_stats(*qkv, **o)[0]):
+            torch.testing.assert_close(function(q, k, v, **options), function(q, k, v, **plain))
+    want = reference.attend(case.q, case.k, case.v, **plain)
+    np.testing.assert_allclose(reference.attend(case.q, case.k, case.v, **options), want)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("name", ["offset", "starts", "lengths"])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32], ids=str)
+def test_positions_may_be_narrow_integers(path, name, dtype):
+    generator = torch.Generator().manual_seed(3)
+    q, k = (torch.randn(2, 3, n, 5, generator=generator, dtype=torch.float64) for n in (7, 131))
+    for numbers in ([1, 2], [120, 126]):
+        positions, options = torch.tensor(numbers), {"causal": True, "window": (3, 0), "keep_first": 2}
+        with forced(path):
+            for function in (weights, lambda q, k, **o: attend(q, k, k, **o)):
+                want = function(q, k, **{name: positions}, **options)
+                torch.testing.assert_close(function(q, k, **{name: positions.to(dtype)}, **options), want)
 
 
 @pytest.mark.parametrize("path", READABLE)

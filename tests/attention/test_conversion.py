@@ -302,6 +302,10 @@ def with_sequence():
         (lambda: ours(sinks=True).to_torch(), "nn.MultiheadAttention has no learned sinks"),
         (lambda: MultiHeadAttention(WIDTH, HEADS, sinks=True).to_torch(), "no learned sinks"),  # zeros, but they learn
         (lambda: MultiHeadAttention(WIDTH, HEADS, sinks=True, device="meta").to_torch(), "no learned sinks"),
+        (
+            lambda: MultiHeadAttention.from_torch(theirs(add_zero_attn=True).to("meta")).to_torch(),
+            "no learned sinks",  # they are frozen, and nobody knows whether they are zeros
+        ),
         (lambda: ours(head_dim=5).to_torch(), "has no 4 heads x 5 in a width of 12"),
         (lambda: ours().prune_heads([1]).to_torch(), "has no 3 heads x 3 in a width of 12"),
     ],
@@ -476,6 +480,7 @@ def test_prune_heads_takes_any_iterable_of_numbers(heads):
         ([-1], "head -1 does not exist; there are 4, 0 to 3"),
         ([1.0], "head 1.0 does not exist; there are 4, 0 to 3"),
         ([True], "head True does not exist; there are 4, 0 to 3"),
+        (torch.tensor([True, False, False, False]), "head tensor.True. does not exist; there are 4, 0 to 3"),
         (["1", 9], "head '?1'? does not exist; there are 4, 0 to 3"),
         (2, r"\[2\]|list"),
         (range(4), "all 4 heads would be removed; leave at least one"),

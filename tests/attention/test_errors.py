@@ -194,6 +194,9 @@ def test_head_stats_names_invalid_queries_and_classes(given, words):
         ({"rows": [0, -6]}, "row -6 does not exist; there are 5, 0 to 4"),
         ({"heads": [5, 6, 7]}, "head 6 does not exist; there are 6, 0 to 5"),
         ({"heads": -7}, "head -7 does not exist; there are 6, 0 to 5"),
+        ({"rows": [True, False, True, False, False]}, "rows must be their numbers, got True or False for each"),
+        ({"rows": yes(TQ)}, "rows must be their numbers, got True or False for each; use .nonzero()[:, 0]"),
+        ({"heads": np.ones(H, bool)}, "heads must be their numbers, got True or False for each"),
     ],
 )
 def test_weights_refuses_rows_and_heads_that_do_not_exist(given, words):
@@ -360,6 +363,11 @@ def test_sparse_and_nested_tensors_are_refused(kind):
         ({"causal": "no"}, "causal must be True or False, got 'no'"),
         ({"causal": torch.tensor([True, False])}, "causal must be True or False, got tensor"),
         ({"scale": 10**400}, "scale must be a finite number, got 1000"),
+        (
+            {"scale": torch.tensor(0.5, requires_grad=True)},
+            "scale has no gradient, got a tensor that requires one; mul",
+        ),
+        ({"softcap": torch.tensor(2.0, requires_grad=True)}, "softcap has no gradient, got a tensor that requires one"),
         ({"gates": torch.ones(H, dtype=torch.complex64)}, "gates must be real numbers, got torch.complex64"),
         ({"sinks": torch.ones(H, dtype=torch.bool)}, "sinks must be real numbers, got torch.bool"),
     ],
@@ -370,6 +378,12 @@ def test_options_of_the_wrong_type_are_refused(other, words):
         attend(**inputs())
     with pytest.raises(HeadwiseError, match=re.escape(words)):
         attend(**inputs(), **other)
+
+
+def test_a_learned_scale_is_a_number_where_gradients_are_disabled():
+    scale, tensors = torch.tensor(0.5, requires_grad=True), inputs()
+    with torch.no_grad():
+        torch.testing.assert_close(attend(**tensors, scale=scale), attend(**tensors, scale=0.5))
 
 
 def test_classes_must_be_a_dict():

@@ -549,6 +549,18 @@ def test_module_in_inference_mode_and_frozen():
     assert x.grad.isfinite().all()
 
 
+def test_tensors_of_a_transform_do_not_enter_caches():
+    module, x = made(position=Rotary(base=1234.5), head_dim=4).requires_grad_(False), tokens()
+
+    def gradient(x):
+        return torch.func.grad(lambda y: module(y).sin().sum())(x)
+
+    torch.func.grad(lambda y: gradient(y).sum())(x)  # the first call with these positions
+    at = x.clone().requires_grad_()
+    (want,) = torch.autograd.grad(module(at).sin().sum(), at)
+    close(gradient(x), want)
+
+
 def test_fake_tensors_do_not_enter_caches():
     """Tools that run a model without numbers must not change what it does afterwards."""
     module, x = made(position=Rotary(base=31.0), head_dim=4), tokens()

@@ -269,7 +269,7 @@ def test_unknown_layers_and_heads_are_refused() -> None:
         (bert, {0: [5]}, r"self layer 0: .*5"),
         (bert, {3: [0]}, r"no self layer 3 in BertModel; its layers are 0 to 2"),
         (bert, {0: "12"}, r"must be a list of numbers, got '12'"),
-        (bert, {0: [True, False]}, r"self layer 0: heads must be whole numbers, got \[True, False\]"),
+        (bert, {0: [True, False]}, r"self layer 0: heads must be their numbers, got True or False for each"),
         (bert, {0: [1], ("self", 0): [2]}, r"self layer 0 is named twice, as 0 and as \('self', 0\)"),
         (bert, [1], r"heads must be \{layer: \[heads\]\} or a Plan, got list"),
         (albert, {0: [1]}, r"one module used 3 times: remove the same heads from all of its layers"),

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..errors import ShapeError, UnsupportedError
 from . import validation
 from .options import AttendOptions, CallOptions, VisibilityOptions, WeightOptions
-from .torch_modes import in_vmap
+from .torch_modes import in_vmap, needs_gradient
 from .validation import Sizes
 from .visibility import Visibility
 from .visibility_options import check_tensor, resolve_visibility
@@ -93,7 +93,8 @@ class StatsRequest:
 
 def build_call(q: Tensor, k: Tensor, v: Tensor | None = None, **options: Unpack[CallOptions[Tensor]]) -> AttentionCall:
     """Validate all options of a call."""
-    scale, softcap = options.pop("scale", None), options.pop("softcap", None)
+    scale = _without_gradient("scale", options.pop("scale", None), "multiply q by it")
+    softcap = _without_gradient("softcap", options.pop("softcap", None), "give softcap.item()")
     sinks, gates = options.pop("sinks", None), options.pop("gates", None)
     dropout = options.pop("dropout", 0.0)
     visibility = resolve_visibility(q, k, v, **options)  # type: ignore[misc]  # what is left says who sees whom
@@ -128,6 +129,15 @@ def build_request(
             check_tensor(name, x, q)
         validation.check_classes(classes, size, lambda keys: keys.dtype == torch.bool)
     return StatsRequest(queries, classes or {}, cross, received)
+
+
+def _without_gradient(name: str, number: Any, remedy: str) -> Any:
+    """A number; of a tensor the value alone, and an error where its gradient would be lost."""
+    if not isinstance(number, Tensor):
+        return number
+    if needs_gradient(number):
+        raise ShapeError(f"{name} has no gradient, got a tensor that requires one; {remedy}")
+    return number.detach()
 
 
 def _check_real(x: Any, name: str, like: Tensor) -> None:

@@ -63,7 +63,7 @@ def visible(
 ) -> Array:
     """Which keys each query may attend to: (B, Hq, Tq, Tk), True where it may."""
     size = validation.sizes(q, k)
-    offsets = np.asarray(size.keys - size.queries if offset is None else offset).reshape(-1, 1, 1)
+    offsets = _offsets(size, offset).reshape(-1, 1, 1)
     i = np.arange(size.queries)[:, None] + offsets  # (B or 1, Tq, 1): key positions of the queries
     j = np.arange(size.keys)  # (Tk,)
     existing = existing_keys(size, mask, starts, lengths)  # (B, Hq, Tq, Tk)
@@ -81,6 +81,13 @@ def visible(
         kept = (j >= first.reshape(-1, 1, 1)) & (j < first.reshape(-1, 1, 1) + count)
         allowed[:, head] = inside | (kept & (j <= i) if causal else kept)
     return allowed & existing
+
+
+def _offsets(size: validation.Sizes, offset: Any) -> Array:
+    """The key positions of first queries, shared or (B,)."""
+    if offset is None:
+        return np.asarray(size.keys - size.queries)
+    return np.asarray(validation.within_far(offset) if isinstance(offset, int) else offset)
 
 
 def existing_keys(size: validation.Sizes, mask: Any = None, starts: Any = None, lengths: Any = None) -> Array:
@@ -229,7 +236,7 @@ def head_stats(
     rows = softmax(q, k, **of_weights)
     stats = stats_from_weights(
         rows.weights,  # (B, H, Tq, Tk), before dropout
-        offset=np.asarray(size.keys - size.queries if offset is None else offset),
+        offset=_offsets(size, offset),
         queries=counted,
         classes={name: np.asarray(keys) for name, keys in (classes or {}).items()},
         cross=cross,

@@ -72,6 +72,16 @@ def _size_error(q: Any, k: Any, v: Any) -> ShapeError:
     )
 
 
+def within_far(n: int) -> int:
+    """n, or FAR where it is further: that makes no difference to any key, and sys.maxsize may mean "all"."""
+    return max(-FAR, min(n, FAR))
+
+
+def is_bool(x: Any) -> bool:
+    """Whether x is True or False, Python's or an array's: a mark, and not the number that Python takes it for."""
+    return isinstance(x, bool) or str(getattr(x, "dtype", "")).endswith("bool")
+
+
 def shown(shape: Sequence[int]) -> str:
     """A shape as text: (2, 8, 10, 64)."""
     return "(" + ", ".join(str(n) for n in shape) + ("," if len(shape) == 1 else "") + ")"
@@ -134,7 +144,7 @@ def _keep_first(keep_first: Any, heads: int) -> list[int]:
             raise MaskError(
                 f"keep_first must be a whole number of at least 0, or one per query head, got {keep_first!r}"
             )
-    return counts
+    return [within_far(count) for count in counts]
 
 
 def band(causal: bool, window: Window | None) -> Band:
@@ -158,7 +168,8 @@ def _window(window: Any) -> Band:
     for side, reach in zip(("left", "right"), window, strict=True):
         if reach is not None and (isinstance(reach, bool) or not isinstance(reach, int) or reach < 0):
             raise MaskError(f"window's {side} side must be None or a whole number of at least 0, got {reach!r}")
-    return window[0], window[1]
+    left, right = (None if reach is None else within_far(reach) for reach in window)
+    return left, right
 
 
 def check_mask(shape: Sequence[int], size: Sizes) -> None:
@@ -239,9 +250,9 @@ def _finite(x: Any) -> bool:
         return False
 
 
-def whole_number(x: Any) -> int | None:
+def as_index(x: Any) -> int | None:
     """An int, NumPy's and those in tensors among them; None for anything else, such as a bool."""
-    if isinstance(x, bool) or str(getattr(x, "dtype", "")).endswith("bool"):  # True is no head 1, but part of a mask
+    if is_bool(x):
         return None
     try:
         return operator.index(x)
@@ -256,7 +267,9 @@ def pick(name: str, selection: Any, count: int) -> list[int]:
     if isinstance(selection, slice):
         return list(range(count))[selection]
     items = list(selection) if isinstance(selection, Iterable) else [selection]
-    numbers = [number for number in map(whole_number, items) if number is not None]
+    if any(is_bool(item) for item in items):
+        raise ShapeError(f"{name}s must be their numbers, got True or False for each; use .nonzero()[:, 0]")
+    numbers = [number for number in map(as_index, items) if number is not None]
     if len(numbers) < len(items):
         raise ShapeError(f"{name}s must be whole numbers, got {selection!r}")
     wrong = [n for n in numbers if not -count <= n < count]

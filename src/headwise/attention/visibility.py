@@ -202,9 +202,10 @@ class Visibility:
         """
         if self.mask is None:
             spans = self.uniform and self.is_one_band and not whole and not has_symbolic_sizes()
-            return None if spans or not self._may_hide_keys_from_all() else self._keys_in_reach()
-        if self.mask.shape[2] == 1:
-            return self._shown_to_any_query(self.mask) & self._keys_in_reach()
+            return None if spans or not self._may_hide_keys_from_all() else self._by_kv_head(self._keys_in_reach())
+        if self.mask.shape[2] == 1:  # by head: one head of a group may reach a key that the mask shows to another
+            shown = self.mask if self.mask.dtype == torch.bool else self.mask != -torch.inf
+            return self._by_kv_head(shown[:, :, 0] & self._keys_in_reach())
         if not self.banded or has_symbolic_sizes():
             return self._shown_to_any_query(self.allowed(slice(0, self.size.queries), 0, self.size.keys))
         visible = torch.zeros(1, 1, self.size.keys, dtype=torch.bool, device=self.device)
@@ -214,7 +215,7 @@ class Visibility:
         return visible
 
     def _keys_in_reach(self) -> Tensor:
-        """visible_keys() without a mask: from the first query's left edge to the last one's right edge."""
+        """(B or 1, H or 1, Tk), without the mask: from the first query's left edge to the last one's right edge."""
         j = torch.arange(self.size.keys, device=self.device).view(1, 1, 1, -1)
         offset, start, end = (self._per_sequence(x) for x in (self.offset, self.start, self.end))
         left, right = self._left_and_right()
@@ -226,7 +227,7 @@ class Visibility:
         if self.keep_first:
             visible = visible | self._in_kept(self.size.queries - 1 + offset, j)
         visible = visible & (j >= start) & (j < end) & (self.size.queries > 0)
-        return self._by_kv_head(visible[:, :, 0])
+        return visible[:, :, 0]
 
     def _shown_to_any_query(self, mask: Tensor | None) -> Tensor:
         """(B, H, rows, Tk) -> (B, Hkv or 1, Tk): the keys a mask shows to any query that reads the KV head."""

@@ -156,10 +156,10 @@ def _offset(offset: int | Tensor, size: Sizes) -> int | Tensor:
         if offset.dim() == 0:
             offset = offset.expand(size.batch)
         validation.check_per_sequence("offset", offset.shape, _integral(offset), size)
-        return shared_number(offset)
+        return shared_number(offset.long())  # uint8 has no numbers below 0, and int8 none past 127
     if isinstance(offset, bool) or not isinstance(offset, (int, torch.SymInt)):
         raise MaskError(f"offset must be a whole number or one per sequence, shape ({size.batch},), got {offset!r}")
-    return offset
+    return validation.within_far(offset) if isinstance(offset, int) else offset
 
 
 def _key_counts(name: str, counts: Any, size: Sizes) -> int | Tensor:
@@ -170,7 +170,7 @@ def _key_counts(name: str, counts: Any, size: Sizes) -> int | Tensor:
     if is_readable(counts) and counts.numel():
         low, high = (int(x) for x in counts.aminmax())
         validation.check_key_counts(name, low, high, size)
-    return shared_number(counts)
+    return shared_number(counts.long())
 
 
 def _integral(x: Tensor) -> bool:

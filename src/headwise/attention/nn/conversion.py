@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, TypeVar
 
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 
 from ...errors import ShapeError, UnsupportedError
 from ...heads import Heads
+from ..validation import as_index
 from .positions import Alibi, Rotary
 from .torch_module import HeadwiseMultiheadAttention
 
@@ -71,7 +71,8 @@ def to_torch(module: MultiHeadAttention) -> nn.MultiheadAttention:
     """An nn.MultiheadAttention with the same outputs; grouped KV heads are repeated for their query heads."""
     _check_projections("to_torch", module)
     heads = module.heads
-    zero_sinks = module.sinks is not None and not module.sinks.requires_grad and not bool(module.sinks.any())
+    frozen = None if module.sinks is None or module.sinks.requires_grad or module.sinks.is_meta else module.sinks
+    zero_sinks = frozen is not None and not bool(frozen.any())
     reasons = {
         "rotary or ALiBi positions": module.position is not None,
         "normed queries and keys": module.qk_norm is not None,
@@ -183,8 +184,8 @@ def retained_heads(module: MultiHeadAttention, heads: Iterable[int]) -> dict[int
         raise ShapeError(f"heads must be a list of numbers, got {heads!r}; give [{heads!r}]")
     removed = set()
     for h in heads:
-        number = operator.index(h) if hasattr(h, "__index__") and not isinstance(h, bool) else -1
-        if not 0 <= number < count:
+        number = as_index(h)
+        if number is None or not 0 <= number < count:
             raise ShapeError(f"head {h!r} does not exist; there are {count}, 0 to {count - 1}")
         removed.add(number)
     if len(removed) == count:

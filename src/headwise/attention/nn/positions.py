@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ...errors import ShapeError, UnsupportedError
 from ...shapes import Frozen, freeze
+from ..torch_modes import in_transform
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,8 @@ class Rotary:
 
     def _tables(self, positions: Tensor, dim: int) -> tuple[Tensor, Tensor]:
         """cos and sin, each (1 or B, 1, T, dim / 2): one row for all heads."""
-        cacheable = not torch.compiler.is_compiling() and type(positions) is Tensor  # no fake tensors in the cache
+        # neither fake tensors in the cache, nor those that torch.func wraps and takes away after the transform
+        cacheable = not torch.compiler.is_compiling() and type(positions) is Tensor and not in_transform()
         frequencies, factor = (_cached_frequencies if cacheable else Rotary.frequencies)(self, dim, positions.device)
         angles = positions[..., None].float() * frequencies  # (T or B x T, dim / 2)
         angles = angles[None, None] if positions.dim() == 1 else angles[:, None]

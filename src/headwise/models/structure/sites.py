@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from ...attention.validation import whole_number
+from ...attention.validation import as_index
 from ...errors import HeadwiseError, UnsupportedError
 from .adapters import Source
 from .discovery import AttentionModule, attention_modules, call_order, tower_names, written_class
@@ -148,7 +148,7 @@ def find_site(model: nn.Module, sites: list[Site], key: Key) -> Site:
     if not sites:
         raise HeadwiseError(f"no layer {key!r} is known in {type(model).__name__}; {RUN_ONCE}")
     kinds = list(dict.fromkeys(site.kind for site in sites))
-    number = whole_number(key)
+    number = as_index(key)
     if isinstance(key, tuple) and len(key) == 2:
         kind, index = key
     elif number is not None:
