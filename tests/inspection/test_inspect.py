@@ -73,7 +73,7 @@ def test_a_printed_inspection_has_links_standouts_and_entropy(animal: Inspection
     shown = str(animal)
     for words in (ANIMAL, "6 layers x 12 heads; 16 tokens, 14 words", "it → animal  3.1   0.68", "0.2 0.94"):
         assert words in shown
-    assert "≥ 0.50 weight on the token before (equal attention: 0.06)" in shown
+    assert "≥ 0.50 weight on the token before (uniform attention: 0.06)" in shown
 
 
 # --- every kind of model ---
@@ -300,7 +300,7 @@ def test_a_text_of_few_tokens_has_no_standouts(minilm: tuple[Any, Any]) -> None:
     result = headwise.inspect(". , ! ? -", minilm[0], tokenizer=minilm[1])
     assert isinstance(result, Inspection)
     tellable = {kind.name: result.can_tell(kind) for kind in KINDS}
-    assert tellable["previous token"] and not tellable["delimiter"]  # equal attention is all on delimiters
+    assert tellable["previous token"] and not tellable["delimiter"]  # uniform attention is all on delimiters
 
 
 # --- two texts ---

@@ -221,7 +221,7 @@ def test_layers_with_different_masks_do_not_share_pair_columns() -> None:
         )
     wide, narrow = (sums.top[:, sums.names.index("local"), 0] for sums in observer.layers.values())
     assert (wide < narrow).all()
-    for sums in observer.layers.values():  # scores of zero are equal attention
+    for sums in observer.layers.values():  # scores of zero are uniform attention
         np.testing.assert_allclose(sums.top[:, :19, 0], sums.top[:, :19, 1], atol=1e-4)
 
 

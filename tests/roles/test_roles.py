@@ -108,7 +108,7 @@ def test_without_its_first_layer_the_induction_circuit_is_not_found(corpus: list
 
 
 def test_texts_of_three_tokens_give_no_roles_by_their_baseline() -> None:
-    """Equal attention has a third of its weight on the token before, and three in four on delimiters."""
+    """Uniform attention has a third of its weight on the token before, and three in four on delimiters."""
     atlas = headwise.atlas(encoder(np.ones(len(VOCABULARY))), ["cat", "dog", "bird"], tokenizer())
     assert not {role.role for role in atlas.roles} & {"delimiter", "local"}
 

@@ -167,7 +167,7 @@ def test_map_is_coloured_by_loaded_scores_and_roles(tab: Any, tmp_path: Path, ru
     shown.get_by_role("radio", name="role").click()
     assert shown.locator(".hw-map .cell:not(.none)").all_inner_texts() == ["coreference\n0.61"]
     shown.locator(".cell[data-head='3.1']").hover()
-    assert "role: coreference, 0.61 (0.50 to 0.70), equal attention 0.05" in tip(shown)
+    assert "role: coreference, 0.61 (0.50 to 0.70), uniform attention 0.05" in tip(shown)
 
 
 # --- one head ---

@@ -70,7 +70,7 @@ def _pool(grid: np.ndarray, side: int) -> np.ndarray:
 
 def _scale_note(result: ImageInspection, grid: np.ndarray) -> str:
     on_special = f", {max(1 - float(grid.sum()), 0.0):.2f} on special tokens" if result.image.special else ""
-    return f"from 0 to {float(grid.max()):.3f}{on_special}; equal attention: {1 / result.tokens:.3f}"
+    return f"from 0 to {float(grid.max()):.3f}{on_special}; uniform attention: {1 / result.tokens:.3f}"
 
 
 def _draw_heads(heads: list[tuple[tuple[int, int], np.ndarray]], from_label: str) -> Text:

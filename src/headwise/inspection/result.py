@@ -258,7 +258,7 @@ class Inspection:
     def criterion(self, kind: Kind) -> str:
         """The level in words."""
         if kind.role.relative:
-            return f"{kind.statistic} ≥ {self._level(kind):.2f}, {kind.role.threshold:.0%} of equal attention's"
+            return f"{kind.statistic} ≥ {self._level(kind):.2f}, {kind.role.threshold:.0%} of uniform attention's"
         return f"≥ {self._level(kind):.2f} {STATISTICS[kind.statistic]}"
 
     def to_json(self, head: str | tuple[int, int] | None = None) -> dict[str, Any]:

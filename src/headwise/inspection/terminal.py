@@ -114,7 +114,7 @@ def _draw_followed_word(result: Inspection, place: int, reason: str, colour: boo
         text.append(f"  {left}  ").append(f"{link.name:<5}", "bold cyan")
         text.append(f" {link.weight:.2f} ").append(heatmap.bar(link.weight, BAR_CELLS), "cyan").append("\n")
     return text.append(
-        f"  equal attention sends {_equal_weight(result, place):.2f} to each token{_sink_note(result)}", "dim"
+        f"  uniform attention sends {_equal_weight(result, place):.2f} to each token{_sink_note(result)}", "dim"
     )
 
 
@@ -224,7 +224,7 @@ def _draw_standouts(result: Inspection) -> Text:
 
 
 def _equal_note(equal: float) -> str:
-    return f"equal attention: {equal:.2f}"
+    return f"uniform attention: {equal:.2f}"
 
 
 def _excluded_words(result: Inspection) -> str:
@@ -324,4 +324,4 @@ def _draw_changes(comparison: Comparison) -> Text:
         text.append(f"  {change.name:<6}", "bold cyan").append(
             f"{change.statistic:<11}{change.first:.2f} → {change.second:.2f}\n"
         )
-    return text.append("  entropy and distance as shares of equal attention's", "dim")
+    return text.append("  entropy and distance as shares of uniform attention's", "dim")

@@ -6,5 +6,5 @@ from .registry import ANY, RoleDefinition, add_role, add_row_score
 
 add_row_score("entropy", "how widely a head spreads, in nats")
 add_row_score("confidence", "its largest weight")
-add_row_score("broad", "its entropy as a share of equal attention's")
+add_row_score("broad", "its entropy as a share of uniform attention's")
 add_role(RoleDefinition("broad", "broad", 0.9, ANY, "nearly the maximum", relative=True), __name__)

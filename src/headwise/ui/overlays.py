@@ -184,7 +184,8 @@ def role_entries(pass_: Pass, overlays: Overlays) -> list[dict[str, Any]]:
             if row is None or not 0 <= head < pass_.layers[row].layer.heads.query:
                 continue
             criterion = (
-                f"{role['score']:.2f} ({role['low']:.2f} to {role['high']:.2f}), equal attention {role['baseline']:.2f}"
+                f"{role['score']:.2f} ({role['low']:.2f} to {role['high']:.2f}), "
+                f"uniform attention {role['baseline']:.2f}"
             )
             name, score = str(role["role"]), role["score"]
             entries.append({"kind": name, "criterion": criterion, "head": [row, head], "score": score})

@@ -150,7 +150,7 @@ def _near(figures: Figures) -> Verdict:
     because = "The first third of the layers puts " + "; ".join(
         f"{ratio[m]:.2f} times as much weight on the three tokens on either side as the last third in {m} "
         f"({' against '.join(f'{x:.2f}' for x in thirds(results['local']['local']))}; "
-        f"equal attention has {np.mean(results['local']['equal_local']):.2f})"
+        f"uniform attention has {np.mean(results['local']['equal_local']):.2f})"
         for m, results in figures.items()
     ) + "." + "".join(f" No atlas of {model} is bundled." for model in without)  # fmt: skip
     ends = {m: "between {:.2f} and {:.2f} times".format(*nearer_interval(results)) for m, results in figures.items()}
@@ -245,7 +245,7 @@ def charts(figures: Figures) -> list[Chart]:
     with_atlas = {model: results for model, results in figures.items() if results["local"] is not None}
     near = {m: points(results, results["local"]["local"]) for m, results in with_atlas.items()}
     near |= {
-        f"{m}, equal attention": points(results, results["local"]["equal_local"]) for m, results in with_atlas.items()
+        f"{m}, uniform attention": points(results, results["local"]["equal_local"]) for m, results in with_atlas.items()
     }
     gains = {
         f"{model}, {kind}": [

@@ -37,7 +37,7 @@ def text(atlas: Atlas, best: int = BEST) -> str:
         f"{atlas.unnamed:.0%} of the {len(atlas)} heads have no clean role.",
         f"{atlas.sink_only:.0%} attend only to sinks: {SINKS}.",
     ]
-    lines.append("A head: score [95 % interval over texts], and what equal attention has on the same tokens.")
+    lines.append("A head: score [95 % interval over texts], and what uniform attention has on the same tokens.")
     lines += [f"Note: {note}." for note in atlas.about.get("notes", ())]
     lines += probe_lines(atlas)
     if atlas.relations is not None:

@@ -203,7 +203,7 @@ function roleTable() {
     h("h2", { text: "Roles" }),
     h("p", {
       class: "soft",
-      text: "How many heads have the role, and the clearest: score and, in brackets, equal attention's.",
+      text: "How many heads have the role, and the clearest: score and, in brackets, uniform attention's.",
     }),
     h("table", { id: "roles" }, h("tbody", {}, ...rows)),
   );

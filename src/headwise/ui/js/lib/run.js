@@ -33,7 +33,7 @@ import { bytes, floats, numbers, rootError } from "./encoding.js";
  * @property {Layer[]} layers
  * @property {Record<string, string>} statistics name to meaning
  * @property {Record<string, (Table[number] | null)[]>} stats
- * @property {Record<string, (number | null)[]>} equal statistics of equal attention, per layer
+ * @property {Record<string, (number | null)[]>} equal statistics of uniform attention, per layer
  * @property {Record<string, (Table[number] | null)[]>} scores
  * @property {Record<string, string>} [about] name of a score to its meaning
  * @property {string[]} [signed] names of the scores whose sign matters

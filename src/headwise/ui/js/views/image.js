@@ -173,7 +173,7 @@ export class ImageView {
     const equal = format(1 / this._names("to").length, 4);
     const clickable = run.text(this._at[0], "from").image;
     return [
-      `${rows} x ${columns} patches; equal attention would give each ${equal}.`,
+      `${rows} x ${columns} patches; uniform attention would give each ${equal}.`,
       weights.every(({ top }) => top === 0) ? "From here, there is no weight on the image." : "",
       clickable ? "Click a patch to look from it; arrow keys move it." : "",
       storedNote(run, this._at, this._query, rows * columns),

@@ -154,7 +154,7 @@ export class MapView {
     );
   }
 
-  /** What the colours mean, and what equal attention would have. @param {Run} run @param {Table} table */
+  /** What the colours mean, and what uniform attention would have. @param {Run} run @param {Table} table */
   _scale(run, table) {
     const { app } = this;
     const { stat, palette } = app.state;
@@ -165,7 +165,7 @@ export class MapView {
     const mark =
       equal === null || beyond
         ? null
-        : { at: (equal - low) / (high - low), text: `equal attention: ${format(equal, 3)}` };
+        : { at: (equal - low) / (high - low), text: `uniform attention: ${format(equal, 3)}` };
     const place = beyond ? ", more than any here" : " (the mark)";
     const baseline = `A head that looked at everything equally would have ${format(equal, 2)}${place}.`;
     return h(
