@@ -31,7 +31,7 @@ TINY = 1e-37  # so that 0 ln 0 is 0
 
 @dataclass
 class BatchSums:
-    """The sums of one layer for each text of a batch: B texts, S scores, H heads; the last head is uniform attention."""
+    """Sums of one layer for each text of a batch: B texts, S scores, H heads; the last head is uniform attention."""
 
     names: tuple[str, ...]  # (S,)
     way: str  # of attention
