@@ -288,7 +288,7 @@ def test_look_alikes_replace_only_what_a_stream_cannot_encode() -> None:
     ("args", "words"),
     [
         (["inspct"], "No such command 'inspct'. Did you mean inspect? See headwise --help"),
-        (["atlas", "shoow"], "No such command 'shwo'. Did you mean show? See headwise atlas --help"),
+        (["atlas", "shoow"], "No such command 'shoow'. Did you mean show? See headwise atlas --help"),
         (["zzz"], "No such command 'zzz'; see headwise --help"),
     ],
 )
