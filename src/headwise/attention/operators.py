@@ -208,7 +208,7 @@ _operator.register_autograd(_backward, setup_context=_save_inputs)
 def _attend_gradients(
     grad_out: Tensor, out: Tensor, lse: Tensor, of_mask: bool, of_sinks: bool, *arguments: Any
 ) -> tuple[Tensor, ...]:
-    """The gradients of q, k, v (each (B, H, T, D)), and of the mask and the sinks where they are wanted."""
+    """The gradients of q, k, v (B, H, T, D), in memory (B, T, H, D), and of mask and sinks where they are wanted."""
     x = Arguments(*arguments)
     with torch.no_grad():
         call = x.call()
@@ -217,7 +217,7 @@ def _attend_gradients(
         call = call.with_tensors(mask, call.visibility.slopes, sinks, None)
         of = dispatch.gradients(grad_out, q, k, v, out, lse, call)
         assert of.q is not None and of.k is not None and of.v is not None  # they require gradients
-        heads = (_contiguous_tokens(gradient) for gradient in (of.q, of.k, of.v))
+        heads = (gradient.transpose(1, 2).contiguous().transpose(1, 2) for gradient in (of.q, of.k, of.v))
         return *heads, *(
             q.new_empty(0) if gradient is None else gradient.contiguous() for gradient in (of.mask, of.sinks)
         )
