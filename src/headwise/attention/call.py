@@ -62,7 +62,11 @@ class AttentionCall:
         self, mask: Tensor | None, slopes: Tensor | None, sinks: Tensor | None, gates: Tensor | None
     ) -> AttentionCall:
         """The same call with other tensors of the same shapes."""
-        visibility = replace(self.visibility, mask=mask, slopes=slopes)
+        visibility = self.visibility
+        if mask is not visibility.mask or slopes is not visibility.slopes:
+            visibility = replace(visibility, mask=mask, slopes=slopes)
+        elif sinks is self.sinks and gates is self.gates:  # most calls have none of them
+            return self
         return replace(self, visibility=visibility, sinks=sinks, gates=gates)
 
     def with_copied_positions(self) -> AttentionCall:
