@@ -332,11 +332,15 @@ def test_an_exported_graph_takes_any_length():
 def test_the_operator_passes_pytorchs_own_checks():
     call = random_case().tensors(torch.float32)
     mask = torch.rand(1, 1, 5, 7) < 0.5
-    tensors = (call.q, call.k, call.v, mask, *[None] * 8)
+    tensors = (call.q, call.k, call.v, mask, *[None] * 8, torch.tensor(1 << 40))
     for windows in ([], [-1, 0, 0] * 3 + [2, 0, 1] * 3):
-        for stats in (True, False):
-            numbers = (-1, 0, 0, windows, True, 0, operators.ABSENT, 7, 0.5, 0.0, 0.3, 1 << 40, stats)
+        for stats, lse in ((True, False), (False, False), (True, True), (False, True)):
+            numbers = (-1, 0, 0, windows, True, 0, operators.ABSENT, 7, 0.5, 0.0, 0.3, stats, lse)
             torch.library.opcheck(torch.ops.headwise.attend.default, (*tensors, *numbers))
+        out, _, row_lse = torch.ops.headwise.attend(*tensors, *numbers)
+        for of_mask in (False, True):
+            inputs = (torch.ones_like(out), out, row_lse, of_mask, False, *tensors[:3], mask.float(), *tensors[4:])
+            torch.library.opcheck(torch.ops.headwise.attend_gradients.default, (*inputs, *numbers))
 
 
 def test_native_attend_under_autocast_and_inference_mode():

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib import import_module
-from typing import Any
+from typing import Any, TypeVar
 
 # where each name is, and what is lost without it
 NAMES = {
@@ -49,3 +49,15 @@ EffectType: Any = _find("_EffectType")
 count_function_modes: Callable[[], int] | None = _find("_len_torch_function_stack")
 pop_function_mode: Callable[[], Any] | None = _find("_pop_mode")
 push_function_mode: Callable[[Any], None] | None = _find("_push_mode")
+
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def constant_in_graph(function: Function) -> Function:
+    """Let torch.compile call the function while it traces, and take its result for a constant.
+
+    What torch.compiler.assume_constant_result does, without its import of the compiler and of Triton.
+    """
+    vars(function)["_dynamo_marked_constant"] = True
+    return function

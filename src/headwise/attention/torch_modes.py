@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad, profiler
 
-from .torch_internals import DeviceContext
+from .torch_internals import DeviceContext, constant_in_graph
 
 PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
 
@@ -48,7 +48,7 @@ def in_forward_mode() -> bool:
     return forward_ad._current_level >= 0
 
 
-@torch.compiler.assume_constant_result  # a graph is compiled for the transforms that it is traced in
+@constant_in_graph  # a graph is compiled for the transforms that it is traced in
 def in_transform() -> bool:
     """Whether a transform of torch.func (grad, vmap, jvp ...) is active."""
     return torch._C._functorch.peek_interpreter_stack() is not None
