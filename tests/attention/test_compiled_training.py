@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from headwise import MultiHeadAttention, attend, head_stats
-from headwise.attention import dispatch
+from headwise.attention import dispatch, operators
 from headwise.attention.backends import composite
 from helpers.attention_cases import NATIVE, forced, random_case
 
@@ -155,6 +155,49 @@ def test_statistics_in_a_compiled_training_step_come_with_the_output() -> None:
         assert_equal(
             torch.autograd.grad(out.square().sum(), tensors), torch.autograd.grad(want.square().sum(), tensors)
         )
+
+
+SPECIAL = {  # gradients of these are not the kernel's, but PyTorch's
+    "scores beyond single precision": lambda q, k, v: (q * 300, k * 300, v),
+    "NaN in a query": lambda q, k, v: (q.index_fill(2, torch.tensor(1), torch.nan), k, v),
+    "inf in a value": lambda q, k, v: (q, k, v.index_fill(2, torch.tensor(3), torch.inf)),
+}
+
+
+@pytest.mark.parametrize("name", SPECIAL)
+def test_what_the_kernel_declines_has_the_gradients_of_eager_code(name: str) -> None:
+    tensors = [x.detach().requires_grad_() for x in SPECIAL[name](*(x.detach() for x in leaves()))]
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attend(q, k, v, causal=True)
+
+    with forced(NATIVE[0]):
+        want = output_and_gradients(run, tensors)
+        compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+        got = output_and_gradients(compiled, tensors)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+            profiled = output_and_gradients(run, tensors)
+    for results in (got, profiled):
+        for x, y in zip(results, want, strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-6, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("missing", [False, True])
+def test_a_version_of_pytorch_without_the_private_name_trains_too(
+    missing: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(operators, "HAS_BACKWARD", not missing)
+    tensors = leaves()
+    with forced(NATIVE[0]):
+        want = output_and_gradients(attend, tensors)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+            got = output_and_gradients(attend, tensors)
+        loss = attend(*tensors).square().sum()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+            later = torch.autograd.grad(loss, tensors)
+        assert all(x.isfinite().all() for x in later)
+    for x, y in zip(got, want, strict=True):
+        torch.testing.assert_close(x, y, rtol=0, atol=100 * UNIT * float(y.detach().abs().max()))
 
 
 TRANSFORMS = {

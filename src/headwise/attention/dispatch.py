@@ -187,10 +187,12 @@ class OnePass(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, sinks, mask, out, lse = ctx.saved_tensors
         call: AttentionCall = ctx.call.with_tensors(mask, ctx.call.visibility.slopes, sinks, None)
-        if is_observed() and _is_first_derivative(grad_out) and one_pass_backend(call) is library:
+        if not (is_observed() and _is_first_derivative(grad_out) and one_pass_backend(call) is library):
+            of = gradients(grad_out, q, k, v, out, lse, call)
+        elif operators.HAS_BACKWARD:
             of = operators.gradients(grad_out, q, k, v, out, lse, call)
         else:
-            of = gradients(grad_out, q, k, v, out, lse, call)
+            of = composite.gradients(grad_out, q, k, v, call)
         return of.q, of.k, of.v, of.sinks, of.mask, None, None, None
 
 

@@ -24,7 +24,7 @@ from .backends.protocol import ExtraOutputs, apply_gates
 from .call import AttentionCall, StatsRequest, build_call, build_request
 from .options import Band, KeepFirst, Window
 from .stats import COLUMNS, SHARE, HeadStats
-from .torch_internals import dispatch_modes
+from .torch_internals import DispatchKeyGuard, dispatch_modes
 from .torch_modes import needs_gradient
 
 ARGUMENTS = (
@@ -38,6 +38,7 @@ GRADIENTS_SCHEMA = (
     f"(Tensor grad_out, Tensor out, Tensor row_lse, bool of_mask, bool of_sinks, {ARGUMENTS}) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
+HAS_BACKWARD = DispatchKeyGuard is not None  # whether there is an operator for gradients
 ALIGNED = -(1 << 62)  # as offset: Tk - Tq, whatever they are
 ALL = -1  # as end: all keys, however many
 ABSENT = -1  # as start: none
@@ -215,12 +216,15 @@ def _attend_gradients(
         q, k, v = (tensor.detach().requires_grad_() for tensor in (x.q, x.k, x.v))
         mask, sinks = _detach(call.visibility.mask, of_mask), _detach(call.sinks, of_sinks)
         call = call.with_tensors(mask, call.visibility.slopes, sinks, None)
-        of = dispatch.gradients(grad_out, q, k, v, out, lse, call)
-        assert of.q is not None and of.k is not None and of.v is not None  # they require gradients
-        heads = (gradient.transpose(1, 2).contiguous().transpose(1, 2) for gradient in (of.q, of.k, of.v))
-        return *heads, *(
-            q.new_empty(0) if gradient is None else gradient.contiguous() for gradient in (of.mask, of.sinks)
+        # where the kernel declines, PyTorch's autograd takes over, which is switched off inside of operators
+        with DispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False):
+            of = dispatch.gradients(grad_out, q, k, v, out, lse, call)
+        heads = (
+            torch.zeros_like(x) if gradient is None else gradient
+            for x, gradient in ((q, of.q), (k, of.k), (v, of.v))  # None: nothing depends on it
         )
+        others = (q.new_empty(0) if gradient is None else gradient.contiguous() for gradient in (of.mask, of.sinks))
+        return *(x.transpose(1, 2).contiguous().transpose(1, 2) for x in heads), *others
 
 
 def _detach(x: Tensor | None, requires_grad: bool) -> Tensor | None:
@@ -305,7 +309,7 @@ def _output_and_sums(
     q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, request: StatsRequest | None
 ) -> tuple[Tensor, Tensor]:
     learning = needs_gradient(q, k, v, call.visibility.mask, call.sinks, call.gates)
-    if not learning or dispatch.why_not_one_pass(q, call) is not None:
+    if not learning or not HAS_BACKWARD or dispatch.why_not_one_pass(q, call) is not None:
         return _call_operator(q, k, v, call, request)[:2]
     out, sums, _ = _call_operator(q, k, v, replace(call, gates=None), request, lse=True)
     return apply_gates(out, call), sums

@@ -17,6 +17,7 @@ NAMES = {
     "TensorGuards": "torch._C._dynamo.guards",  # speed: repeated calls are recognised in Python
     "_len_torch_function_stack": "torch.overrides",  # watching attention that no class declares, without all three
     "TorchDispatchMode": "torch.utils._python_dispatch",  # counting the bytes that ranks send
+    "_SetExcludeDispatchKeyGuard": "torch._C",  # the native backward pass in compiled and profiled code
     "_EffectType": "torch._higher_order_ops.effects",  # compiling modules whose heads are split over ranks
     "_pop_mode": "torch.overrides",
     "_push_mode": "torch.overrides",
@@ -45,6 +46,7 @@ register_pytree_node: Callable[..., None] = _find("register_pytree_node", lambda
 dispatch_modes: Callable[[], list[Any]] = _find("_get_current_dispatch_mode_stack", list)
 TensorGuards: Any = _find("TensorGuards")
 DispatchMode: Any = _find("TorchDispatchMode", _NoMode)
+DispatchKeyGuard: Any = _find("_SetExcludeDispatchKeyGuard")
 EffectType: Any = _find("_EffectType")
 count_function_modes: Callable[[], int] | None = _find("_len_torch_function_stack")
 pop_function_mode: Callable[[], Any] | None = _find("_pop_mode")
