@@ -295,6 +295,9 @@ def install() -> None:
         subprocess.run([*pip, f"{wheels()[name]}[{EXTRAS}]", *TEST_PACKAGES], check=True)
         subprocess.run([*pip, "--no-deps", *BUNDLED], check=True)
         shutil.copytree(ROOT / "tests", f"{folder}/tests", ignore=shutil.ignore_patterns("__pycache__"))
+        [package] = Path(folder).glob("venv/lib/*/site-packages/headwise")
+        shutil.copytree(package / "ui/js", f"{folder}/js")  # the tests in JavaScript import it by this name
+        Path(folder, "package.json").write_text('{"type": "module", "imports": {"#js/*": "./js/*"}}')
         command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *TESTS]
         environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
         process = subprocess.run(
