@@ -95,8 +95,9 @@ static void make_plan(const Call *call, Plan *plan) {
     plan->partial_floats = plan->block_rows * (RESULT_FLOATS + plan->value_width);
     plan->decoding = plan->rows <= MAX_DECODING_ROWS && call->k_stride[3] == 1;
     plan->values_in_place = can_read_values_in_place(call, plan);
-    /* where many rows share the packed keys, a bound costs less than a look at the scores */
-    plan->has_dot_bound = plan->row_blocks > 1 && !plan->decoding;
+    /* where queries and keys are fewer numbers than their scores, a bound costs less than a look at the scores */
+    int64_t numbers = (plan->rows + call->keys) * call->dim;
+    plan->has_dot_bound = !plan->decoding && (plan->row_blocks > 1 || numbers < plan->rows * call->keys);
     plan->part_by_part = plan->parts > 1 && call->k_stride[2] > call->k_stride[1];
     plan->run_heads = 1;
     if (plan->part_by_part && plan->decoding && !call->windows) { /* at least two runs per thread */
@@ -394,16 +395,17 @@ static void load_query(Item *item, int64_t r) {
     const int64_t *stride = call->q_stride;
     float scale = call->softcap > 0 ? call->scale / call->softcap : call->scale * M_LOG2E;
     int64_t index = item->batch * stride[0] + row->head * stride[1] + row->query * stride[2];
-    const char *q = call->q + index * dtype_size(call->dtype);
+    int64_t size = dtype_size(call->dtype);
+    const char *q = call->q + index * size;
+    prefetch_row(q + ROWS_AHEAD * stride[2] * size, call->dim * size, 0);
     read_row(item->q + r * call->dim, q, call->dtype, stride[3], call->dim, scale);
     if (item->plan->decoding && call->dtype == BF16) reorder_pairs(item->q + r * call->dim, call->dim, 1);
 }
 
-/* Rows of the output are far apart: waiting for each of them would cost more than the sums. */
 static void prefetch_output(const Call *call, int64_t batch, const Row *row) {
     const int64_t *stride = call->out_stride, size = dtype_size(call->dtype);
-    const char *x = call->out + (batch * stride[0] + row->head * stride[1] + row->query * stride[2]) * size;
-    for (int64_t i = 0; i < call->value_dim * size; i += 64) __builtin_prefetch(x + i, 1);
+    int64_t index = batch * stride[0] + row->head * stride[1] + row->query * stride[2];
+    prefetch_row(call->out + index * size, call->value_dim * size, 1);
 }
 
 /* Make one of their spans the current one of all rows of an item. *low to *high - 1 grow by the keys that some see. */

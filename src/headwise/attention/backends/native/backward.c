@@ -38,7 +38,6 @@ enum {
     ROW_BLOCK = 96, /* rows whose P and dS are kept */
     MAX_KEYS = 192, /* keys of a block at most: whole panels and whole tiles */
     FEW_ITEMS = 16, /* fewer KV heads than this are divided further */
-    ROWS_AHEAD = 8, /* prefetched where tensors are read and written */
 };
 _Static_assert((int)ROW_BLOCK % (int)TILE_ROWS == 0 && (int)MAX_KEYS % (int)PANEL == 0, "whole tiles and panels");
 
@@ -167,20 +166,17 @@ static const char *element(const Backward *x, const char *tensor, const int64_t 
     return tensor + index * dtype_size(x->call->dtype);
 }
 
-/* y (width) = a row of n elements, padded with zeros; stride: of a query or key, and of an element. Rows may lie far
-   apart: waiting for each of them would cost more than reading it. */
+/* y (width) = a row of n elements, padded with zeros; stride: of a query or key, and of an element. */
 static void read_padded(float *y, int64_t width, const char *from, int64_t dtype, const int64_t stride[2], int64_t n) {
     int64_t size = dtype_size(dtype);
-    const char *next = from + ROWS_AHEAD * stride[0] * size; /* harmless past the end */
-    for (int64_t i = 0; i < n * size; i += 4 * CACHE_LINE_FLOATS) __builtin_prefetch(next + i);
+    prefetch_row(from + ROWS_AHEAD * stride[0] * size, n * size, 0);
     read_row(y, from, dtype, stride[1], n, 1);
     for (int64_t i = n; i < width; i++) y[i] = 0;
 }
 
 /* Write a row of n elements, whose neighbours are `step` bytes apart. */
 static void write_apart(char *y, int64_t step, const float *x, int64_t dtype, int64_t n, float factor) {
-    char *next = y + ROWS_AHEAD * step;
-    for (int64_t i = 0; i < n * dtype_size(dtype); i += 4 * CACHE_LINE_FLOATS) __builtin_prefetch(next + i, 1);
+    prefetch_row(y + ROWS_AHEAD * step, n * dtype_size(dtype), 1);
     write_row(y, x, dtype, n, factor);
 }
 

@@ -11,6 +11,14 @@ INLINE float load_scalar(const char *x, int64_t dtype) {
     return dtype == BF16 ? bf16_to_f32(*(const uint16_t *)x) : f16_to_f32(*(const uint16_t *)x);
 }
 
+enum { ROWS_AHEAD = 8 /* rows of a tensor are prefetched so long before they are read or written */ };
+
+/* Rows of a tensor may lie far apart: waiting for each of them would cost more than the work on it. Harmless past the
+   end of a tensor. */
+INLINE void prefetch_row(const char *x, int64_t bytes, const int writing) {
+    for (int64_t i = 0; i < bytes; i += 4 * CACHE_LINE_FLOATS) __builtin_prefetch(x + i, writing);
+}
+
 /* y = factor * x for n >= LANES consecutive elements, in whole vectors; the last one may overlap the one before. */
 INLINE void read_vectors(const int dtype, float *y, const char *x, int64_t n, float factor) {
     for (int64_t i = 0; i + LANES <= n; i += LANES) store(y + i, load_vector(dtype, x, i) * factor);
@@ -69,6 +77,7 @@ static void pack_keys(float *y, const char *x, const Call *call, int64_t count) 
         float *to = y + j / PANEL * PANEL * dim + j % PANEL;
         const char *from = x + j * row;
         int64_t columns = min(LANES, count - j);
+        for (int64_t r = LANES; r < min(2 * LANES, count - j); r++) prefetch_row(from + r * row, dim * size, 0);
         if (call->k_stride[3] != 1 || dim < LANES) {
             for (int64_t i = 0; i < dim; i++)
                 for (int64_t r = 0; r < columns; r++)
@@ -81,8 +90,9 @@ static void pack_keys(float *y, const char *x, const Call *call, int64_t count) 
 
 /* Values (count x value_dim) into rows of `width` floats, padded with zeros. */
 static void pack_values(float *y, int64_t width, const char *x, const Call *call, int64_t count) {
-    int64_t row = call->v_stride[2] * dtype_size(call->dtype);
+    int64_t size = dtype_size(call->dtype), row = call->v_stride[2] * size;
     for (int64_t j = 0; j < count; j++, y += width) {
+        prefetch_row(x + (j + ROWS_AHEAD) * row, call->value_dim * size, 0);
         read_row(y, x + j * row, call->dtype, call->v_stride[3], call->value_dim, 1);
         for (int64_t i = call->value_dim; i < width; i++) y[i] = 0;
     }
