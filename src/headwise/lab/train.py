@@ -79,7 +79,7 @@ def fit(
     learner = group.wrap(model)
     whole = getattr(learner, "module", learner)
     trainable = [x for x, original in zip(whole.parameters(), originals, strict=True) if id(original) in trainable_ids]
-    optimizer = torch.optim.AdamW(trainable, lr=rate, weight_decay=0.01)
+    optimizer = torch.optim.AdamW(trainable, lr=rate, weight_decay=0.01, fused=True)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, steps))
     curve = []
     with torch.random.fork_rng(devices=[]):
