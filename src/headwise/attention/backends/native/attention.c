@@ -397,7 +397,7 @@ static void load_query(Item *item, int64_t r) {
     int64_t index = item->batch * stride[0] + row->head * stride[1] + row->query * stride[2];
     int64_t size = dtype_size(call->dtype);
     const char *q = call->q + index * size;
-    prefetch_row(q + ROWS_AHEAD * stride[2] * size, call->dim * size, 0);
+    prefetch_distant_row(q, ROWS_AHEAD, stride[2] * size, call->dim * size);
     read_row(item->q + r * call->dim, q, call->dtype, stride[3], call->dim, scale);
     if (item->plan->decoding && call->dtype == BF16) reorder_pairs(item->q + r * call->dim, call->dim, 1);
 }

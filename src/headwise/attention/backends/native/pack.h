@@ -19,6 +19,12 @@ INLINE void prefetch_row(const char *x, int64_t bytes, const int writing) {
     for (int64_t i = 0; i < bytes; i += 4 * CACHE_LINE_FLOATS) __builtin_prefetch(x + i, writing);
 }
 
+/* Prefetch the row that is read `ahead` rows after x, unless rows follow each other (`step` bytes from row to row):
+   those the processor prefetches by itself, and asking for them too takes time. */
+INLINE void prefetch_distant_row(const char *x, int64_t ahead, int64_t step, int64_t bytes) {
+    if (step != bytes) prefetch_row(x + ahead * step, bytes, 0);
+}
+
 /* y = factor * x for n >= LANES consecutive elements, in whole vectors; the last one may overlap the one before. */
 INLINE void read_vectors(const int dtype, float *y, const char *x, int64_t n, float factor) {
     for (int64_t i = 0; i + LANES <= n; i += LANES) store(y + i, load_vector(dtype, x, i) * factor);
@@ -77,7 +83,7 @@ static void pack_keys(float *y, const char *x, const Call *call, int64_t count) 
         float *to = y + j / PANEL * PANEL * dim + j % PANEL;
         const char *from = x + j * row;
         int64_t columns = min(LANES, count - j);
-        for (int64_t r = LANES; r < min(2 * LANES, count - j); r++) prefetch_row(from + r * row, dim * size, 0);
+        for (int64_t r = LANES; r < min(2 * LANES, count - j); r++) prefetch_distant_row(from, r, row, dim * size);
         if (call->k_stride[3] != 1 || dim < LANES) {
             for (int64_t i = 0; i < dim; i++)
                 for (int64_t r = 0; r < columns; r++)
@@ -92,7 +98,7 @@ static void pack_keys(float *y, const char *x, const Call *call, int64_t count) 
 static void pack_values(float *y, int64_t width, const char *x, const Call *call, int64_t count) {
     int64_t size = dtype_size(call->dtype), row = call->v_stride[2] * size;
     for (int64_t j = 0; j < count; j++, y += width) {
-        prefetch_row(x + (j + ROWS_AHEAD) * row, call->value_dim * size, 0);
+        prefetch_distant_row(x + j * row, ROWS_AHEAD, row, call->value_dim * size);
         read_row(y, x + j * row, call->dtype, call->v_stride[3], call->value_dim, 1);
         for (int64_t i = call->value_dim; i < width; i++) y[i] = 0;
     }
