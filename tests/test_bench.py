@@ -79,9 +79,9 @@ def test_the_read_limit_reads_all_of_k_and_v() -> None:
         assert torch.allclose(limits.row_sums(x), x.sum(-1).flatten(), atol=1e-6)
         assert torch.allclose(limits.norm(x), x.square().sum().sqrt(), atol=1e-6)
         assert limits.total(x).equal(x.sum())
-    read = limits.read_limit(k, v).run()
-    ways = [[way(x) for x in (k, v)] for way in (limits.row_sums, limits.norm, limits.total)]
-    assert any(all(a.equal(b) for a, b in zip(read, want, strict=True)) for want in ways)
+    for way, read in zip(limits.read_limit(k, v).ways, (limits.row_sums, limits.norm, limits.total), strict=True):
+        got_k, got_v = way()
+        assert got_k.equal(read(k)) and got_v.equal(read(v))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -90,16 +90,19 @@ def test_the_read_limit_of_16_bits_reads_half_as_many_floats(
 ) -> None:
     sizes: list[int] = []
     monkeypatch.setattr(limits, "_read_both", lambda read, *tensors: sizes.extend(x.numel() for x in tensors))
-    limits.read_limit(torch.randn(1, 2, 5, 8).to(dtype), torch.randn(1, 2, 5, 6).to(dtype))
+    for way in limits.read_limit(torch.randn(1, 2, 5, 8).to(dtype), torch.randn(1, 2, 5, 6).to(dtype)).ways:
+        way()
     assert set(sizes) == {1 * 2 * 5 * 4, 1 * 2 * 5 * 3}
 
 
-def test_the_slowest_limit_counts_by_its_whole_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "_seconds", lambda run: run())
-    read, product = limits.Limit("read", lambda: 3.0), limits.Limit("product", lambda: 2.0)
-    assert limits.slowest(read, product) is read
-    twice = limits.Limit("twice the product", product.run, 2.0)
-    assert limits.slowest(read, twice) is twice
+def test_the_slowest_limit_counts_the_fastest_of_its_ways_and_its_scale() -> None:
+    def run() -> torch.Tensor:
+        return torch.zeros(())
+
+    both = limits.Limit("read", (run, run)), limits.Limit("product", (run,), scale=2.0)
+    first, second, product = limits.contestants(both)
+    assert limits.slowest(both, {first: 5.0, second: 3.0, product: 1.0}) == ("read", 3.0)
+    assert limits.slowest(both, {first: 5.0, second: 3.0, product: 2.0}) == ("product", 4.0)
 
 
 def test_the_textbook_peer_equals_the_reference_with_a_mask() -> None:
@@ -304,7 +307,7 @@ def test_the_tensors_of_a_case_are_all_on_the_default_device(name: str) -> None:
     case = cases.CASES[name]
     with torch.device("meta"):
         prepared = case.build(True, **case.tiny)
-    for run in (prepared.ours, *prepared.peers.values(), prepared.limit.run):
+    for run in (prepared.ours, *prepared.peers.values(), *limits.contestants(prepared.limits).values()):
         with torch.no_grad():
             out = run()
         assert all(x.device.type == "meta" for x in (out if isinstance(out, tuple) else (out,)))

@@ -18,19 +18,19 @@ from ..timing.interleaved_race import ATOL, Contestant
 from . import peers
 from .engines import engines
 from .inputs import random_normal
-from .limits import Limit, matmul_limit, read_limit, slowest
+from .limits import Limit, matmul_limit, read_limit
 
 OTHER_WEIGHTS_DROPPED = math.inf  # as atol: each contestant drops weights of its own
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedCase:
-    """A case with its tensors made: ours, the peers, the limit of the machine, and the backend that ours takes."""
+    """A case with its tensors made: ours, the peers, the limits of the machine, and the backend that ours takes."""
 
     ours: Contestant
     peers: dict[str, Contestant]
     path: str
-    limit: Limit
+    limits: tuple[Limit, ...]
     missing: dict[str, str] = field(default_factory=dict)  # peers that do not run here, and why
     atol: float = ATOL  # up to which outputs count as equal
 
@@ -88,7 +88,7 @@ def _dense(quick: bool, *, heads: int, tokens: int, dim: int) -> PreparedCase:
         lambda: headwise.attend(q, k, v),
         contestants | others,
         headwise.explain(q, k, v),
-        matmul_limit(_attention_flops(q, k)),
+        (matmul_limit(_attention_flops(q, k)),),
         missing,
     )
 
@@ -106,7 +106,7 @@ def _causal(quick: bool, *, heads: int, tokens: int, dim: int) -> PreparedCase:
         lambda: headwise.attend(q, k, v, causal=True),
         contestants | others,
         headwise.explain(q, k, v, causal=True),
-        matmul_limit(_attention_flops(q, k) / 2),
+        (matmul_limit(_attention_flops(q, k) / 2),),
         missing,
     )
 
@@ -142,7 +142,7 @@ def _decode(
         partial(_ours(with_stats), q, k, v),
         contestants | ready,
         headwise.explain(q, k, v),
-        slowest(read_limit(k, v), matmul_limit(_attention_flops(q, k))),
+        (read_limit(k, v), matmul_limit(_attention_flops(q, k))),
         missing,
         # four roundings of an output of usual size: values of variance 1, weighted by exp of normal scores
         atol=max(ATOL, 4 * torch.finfo(dtype).eps * math.sqrt(math.e / tokens)),
@@ -161,7 +161,7 @@ def _window(quick: bool, *, heads: int, tokens: int, dim: int, window: int, with
         partial(_ours(with_stats), q, k, v, causal=True, window=(left, 0)),
         contestants | flex,
         headwise.explain(q, k, v, causal=True, window=(left, 0)),
-        matmul_limit(_attention_flops(q, k) * _window_share(tokens, window)),
+        (matmul_limit(_attention_flops(q, k) * _window_share(tokens, window)),),
         missing,
     )
 
@@ -181,7 +181,7 @@ def _windows_per_head(quick: bool, *, heads: int, tokens: int, dim: int, window:
         partial(headwise.attend, q, k, v, **options),
         {"sdpa with mask": lambda: F.scaled_dot_product_attention(q, k, v, attn_mask=mask)},
         headwise.explain(q, k, v, **options),
-        matmul_limit(_attention_flops(q, k) * visible),
+        (matmul_limit(_attention_flops(q, k) * visible),),
     )
 
 
@@ -199,7 +199,7 @@ def _stats(quick: bool, *, heads: int, tokens: int, dim: int, causal: int = 0, b
         lambda: headwise.head_stats(q, k, v, **options)[0],
         contestants,
         headwise.explain(q, k, v, **options),
-        matmul_limit(_attention_flops(q, k) / (1 + causal)),
+        (matmul_limit(_attention_flops(q, k) / (1 + causal)),),
         atol=ATOL if bits == 32 else 2e-3,
     )
 
@@ -244,7 +244,7 @@ def _backward(
         {"sdpa": partial(forward_backward, sdpa, **theirs)},
         headwise.explain(*inputs, **ours),
         # backward has five matrix products, forward two
-        matmul_limit(3.5 * share * _attention_flops(inputs[0], inputs[1])),
+        (matmul_limit(3.5 * share * _attention_flops(inputs[0], inputs[1])),),
         atol=OTHER_WEIGHTS_DROPPED if dropout_percent else ATOL,
     )
 
@@ -258,7 +258,7 @@ def _module(quick: bool, *, batch: int, tokens: int, width: int, heads: int) -> 
     }
     bert, missing = _available({"transformers' BERT, sdpa": lambda: partial(peers.bert(attn), x)})
     contestants: dict[str, Contestant] = {name: partial(module.eval(), x) for name, module in modules.items()}
-    return PreparedCase(partial(attn.eval(), x), contestants | bert, path, matmul_limit(_layer_flops(x)), missing)
+    return PreparedCase(partial(attn.eval(), x), contestants | bert, path, (matmul_limit(_layer_flops(x)),), missing)
 
 
 def _training(
@@ -289,7 +289,7 @@ def _training(
         partial(forward_backward, compile_module(attn)),
         contestants,
         path,
-        matmul_limit(3 * _layer_flops(x)),
+        (matmul_limit(3 * _layer_flops(x)),),
         atol=OTHER_WEIGHTS_DROPPED if dropout_percent else ATOL,
     )
 

@@ -64,7 +64,7 @@ def _corpus(make: Callable[[int], Any], flops: int, quick: bool, *, texts: int, 
         measure_roles,
         {"the same batches unwatched, sdpa": run_alone},
         "roles: weights of every call times the columns of all roles",
-        matmul_limit(2 * flops * layers * tokens),
+        (matmul_limit(2 * flops * layers * tokens),),
     )
 
 

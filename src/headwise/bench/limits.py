@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -17,17 +16,17 @@ SIDE = 1536  # of the matrices: large enough for full speed
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """A lower bound on the time of a case: `scale` times that of a call of `run`."""
+    """A lower bound on the time of a case: `scale` times that of the fastest of `ways`."""
 
     name: str
-    run: Contestant
+    ways: tuple[Contestant, ...]
     scale: float = 1.0
 
 
 def matmul_limit(flops: float) -> Limit:
     """The time that this many floating-point operations take at the speed of a large sgemm."""
     a, b = torch.randn(SIDE, SIDE), torch.randn(SIDE, SIDE)
-    return Limit("sgemm", lambda: a @ b, flops / (2 * SIDE**3))
+    return Limit("sgemm", (lambda: a @ b,), flops / (2 * SIDE**3))
 
 
 def row_sums(x: Tensor) -> Tensor:
@@ -51,29 +50,32 @@ def read_limit(k: Tensor, v: Tensor) -> Limit:
     Which one it is depends on the processor and on the number of threads, which PyTorch uses for the total alone.
     """
     floats = [x if x.dtype == torch.float32 else x.view(torch.float32) for x in (k, v)]  # the same bytes, only read
-    ways = [partial(_read_both, read, *floats) for read in (row_sums, norm, total)]
-    return Limit("reading K and V once", fastest(ways))
+    ways = tuple(partial(_read_both, read, *floats) for read in (row_sums, norm, total))
+    return Limit("reading K and V once", ways)
 
 
-def slowest(*limits: Limit) -> Limit:
-    """The limit that takes the most time on this machine: a case that is subject to all of them cannot be faster."""
-    return max(limits, key=lambda limit: limit.scale * _seconds(limit.run))
+def contestants(limits: Sequence[Limit]) -> dict[str, Contestant]:
+    """Every way of every limit, under a name of its own."""
+    return {_name(limit, index): way for limit in limits for index, way in enumerate(limit.ways)}
 
 
-def fastest(runs: Sequence[Contestant]) -> Contestant:
-    """The one whose best of a few calls takes the least time."""
-    return min(runs, key=_seconds)
+def slowest(limits: Sequence[Limit], times: Mapping[str, float]) -> tuple[str, float]:
+    """Name and seconds of the limit that takes the most time: a case that is subject to all of them cannot be faster.
+
+    Args:
+        limits: those of a case.
+        times: seconds per call of each of their `contestants`.
+    """
+    seconds = {
+        limit.name: limit.scale * min(times[_name(limit, index)] for index in range(len(limit.ways)))
+        for limit in limits
+    }
+    return max(seconds.items(), key=lambda item: item[1])
+
+
+def _name(limit: Limit, index: int) -> str:
+    return f"limit: {limit.name}, way {index}"
 
 
 def _read_both(read: Callable[[Tensor], Tensor], k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return read(k), read(v)
-
-
-def _seconds(run: Contestant) -> float:
-    """The fastest of a few calls."""
-    times = []
-    for _ in range(5):
-        start = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - start)
-    return min(times)

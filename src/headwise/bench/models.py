@@ -116,7 +116,7 @@ def _watch(quick: bool, *, tokens: int, layers: int) -> PreparedCase:
             "eager with output_attentions": lambda: eager_statistics(eager, inputs),
         },
         "watch: the model's own attention function, and the statistics beside it",
-        matmul_limit(flops),
+        (matmul_limit(flops),),
     )
 
 
@@ -131,7 +131,7 @@ def _register_case(quick: bool, *, tokens: int, window: int) -> PreparedCase:
         lambda: ours(**inputs)[0],
         {"the same with sdpa": lambda: theirs(**inputs)[0]},
         "headwise.register",
-        matmul_limit(flops),
+        (matmul_limit(flops),),
     )
 
 
@@ -156,7 +156,7 @@ def _decoding(quick: bool, *, context: int, layers: int) -> PreparedCase:
     model = build_model(LlamaForCausalLM, config, "sdpa")
     ours, theirs = (_next_token(model, context, name) for name in ("headwise", "sdpa"))
     return PreparedCase(
-        ours, {"the same with sdpa": theirs}, "headwise.register", matmul_limit(2 * 134e6 * layers / 30)
+        ours, {"the same with sdpa": theirs}, "headwise.register", (matmul_limit(2 * 134e6 * layers / 30),)
     )
 
 

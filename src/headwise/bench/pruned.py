@@ -32,7 +32,7 @@ def _halved(quick: bool, *, batch: int, tokens: int) -> PreparedCase:
         lambda: run_attention_layers(pruned, hidden),
         {"all heads, half of them zeroed": lambda: run_attention_layers(zeroed, hidden)},
         "prune_heads: 6 of 12 heads in each of 6 layers",
-        matmul_limit(flops),
+        (matmul_limit(flops),),
     )
 
 

@@ -18,7 +18,7 @@ from ..errors import HeadwiseError
 from ..timing.interleaved_race import Mismatch, race, verify
 from ..timing.machine import describe_machine
 from . import cases as attention
-from . import corpus, memory, models, pruned, sweep
+from . import corpus, limits, memory, models, pruned, sweep
 from .cases import Case
 
 ROUNDS, QUICK_ROUNDS = 10, 3
@@ -26,7 +26,6 @@ MIN_SECONDS = 2.0  # of a race: the best of a few short turns is still a matter 
 QUICK_STEP = 4  # a quick run takes every fourth shape of the sweep
 CASES = attention.CASES | models.CASES | pruned.CASES | corpus.CASES
 NAMES = (*CASES, "memory")
-LIMIT = "limit"  # its name among the contestants
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,7 +240,7 @@ def _run_case(case: Case, options: Options) -> CaseResult:
     except Mismatch as error:
         return CaseResult(case.name, case.title, contest.path, error=str(error))
     times = race(
-        {"ours": contest.ours, **contest.peers, LIMIT: contest.limit.run},
+        {"ours": contest.ours, **contest.peers, **limits.contestants(contest.limits)},
         rounds=options.count,
         min_seconds=options.min_seconds,
     )
@@ -249,8 +248,8 @@ def _run_case(case: Case, options: Options) -> CaseResult:
     goals = case.goals if options.device == "cpu" else {}
     raced = [Peer(name, times[name], times[name] / ours, goals.get(name)) for name in contest.peers]
     missing = [Peer(name, goal=goals.get(name), missing=reason) for name, reason in contest.missing.items()]
-    limit_seconds = times[LIMIT] * contest.limit.scale
-    return CaseResult(case.name, case.title, contest.path, ours, (*raced, *missing), contest.limit.name, limit_seconds)
+    limit, limit_seconds = limits.slowest(contest.limits, times)
+    return CaseResult(case.name, case.title, contest.path, ours, (*raced, *missing), limit, limit_seconds)
 
 
 def _run_shape(shape: sweep.Shape, options: Options) -> ShapeResult:
