@@ -131,7 +131,7 @@ def _middle(figures: Figures) -> Verdict:
         ends, middle = (counts[0], counts[-1]), counts[1:-1]
         best, level = best_of(task, middle), level_of_best(len(middle))
         means = {heads: float(np.mean(task["loss"][heads])) for heads in (ends[0], best, ends[1])}
-        words.append(f"{name}: " + ", ".join(f"{heads} heads {loss:.3f}" for heads, loss in means.items()))
+        words.append(f"{name}: " + ", ".join(f"{_heads(heads)} {loss:.3f}" for heads, loss in means.items()))
         gaps = {end: differences(task, best, end) for end in ends}
         needs[name] = "; ".join(
             f"{describe_need(gap, 0.0, ' nats', level)} between {best} heads and {end}"
@@ -145,6 +145,10 @@ def _middle(figures: Figures) -> Verdict:
     because = f"Loss with one head, the best number between, and one dimension per head. {'; '.join(words)}."
     sure = f"{_start_count(figures)} random starts, each against its twin"
     return _by_task(SENTENCES[1], figures, because, sure, yes, no, needs)
+
+
+def _heads(count: str) -> str:
+    return f"{count} head" if count == "1" else f"{count} heads"
 
 
 def _start_count(figures: Figures) -> int:
@@ -175,7 +179,7 @@ def _sweet_spot(figures: Figures) -> Verdict:
         if words_in_narrow == {NOT}:
             return Verdict(SENTENCES[2], ONLY_IF, because, sure, WIDE_ENOUGH)
     elif words_in_widest == {NOT}:
-        only_if = f"the model is wider than {WIDE}; up to there, smaller heads do better"
+        only_if = f"the model is wider than {WIDE}, which the lab does not train; up to there, smaller heads do better"
         return Verdict(SENTENCES[2], ONLY_IF, because, sure, only_if)
     elif words_in_widest == {HOLDS}:
         if words_in_narrow == {NOT}:
@@ -228,18 +232,19 @@ def _by_task(
 
 
 def charts(figures: Figures) -> list[Chart]:
-    sheet = []
-    for name, task in figures["tasks"].items():
-        series = {"trained": [point(int(heads), losses) for heads, losses in task["loss"].items()]}
-        series["heads that cannot choose"] = [point(int(heads), task["blind"]) for heads in task["loss"]]
-        sheet.append(Chart(f"{name}, width {WIDTH}", "heads", "loss on held-out data (nats)", series, log_x=True))
-    wide = {name: [point(int(h), losses) for h, losses in t["loss"].items()] for name, t in _wide(figures).items()}
-    if wide:
-        sheet.append(Chart(f"Width {WIDE}", "heads", "loss on held-out data (nats)", wide, log_x=True, log_y=True))
+    sheet = [_loss_chart(name, task, WIDTH) for name, task in figures["tasks"].items()]
+    sheet += [_loss_chart(name, task, WIDE) for name, task in _wide(figures).items()]
     sizes = sorted((int(dim), count) for dim, count in figures["survey"]["sizes"].items())
     survey = {"model types": [point(str(dim), [float(count)]) for dim, count in sizes if count > 2]}
     sheet.append(Chart("Head sizes of published model types", "d_k", "model types", survey))
     return sheet
+
+
+def _loss_chart(name: str, task: Figures, width: int) -> Chart:
+    series = {"trained": [point(int(heads), losses) for heads, losses in task["loss"].items()]}
+    if "blind" in task:
+        series["heads that cannot choose"] = [point(int(heads), task["blind"]) for heads in task["loss"]]
+    return Chart(f"{name}, width {width}", "heads", "loss on held-out data (nats)", series, log_x=True)
 
 
 def tables(figures: Figures) -> list[Table]:
