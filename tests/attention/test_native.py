@@ -450,7 +450,7 @@ def test_native_scores_that_overflow_equal_the_reference(path, name, option, dty
 
 @each_path
 def test_strongest_keys_and_log_sum_exp_of_scores_that_overflow(path):
-    """Every score of the first row is past the limit, of the second_derivatives below it; the third is ordinary."""
+    """Every score of the first row is above the limit, of the second below its negative; the third is ordinary."""
     q = torch.tensor([1e25, -1e25, 1e-25]).reshape(1, 1, 3, 1)
     k = torch.tensor([1e20, 1e25, 2e25, 3e20, 4e25, 2e20, 5e20]).reshape(1, 1, 7, 1)
     v = torch.eye(7)[None, None]

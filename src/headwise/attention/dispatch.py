@@ -21,6 +21,7 @@ from .backends.row_sums import RowSums
 from .backends.triton import launch
 from .call import AttentionCall, StatsRequest
 from .dropout import recorded_seeds
+from .head_layout import split_heads
 from .stats import HeadStats
 from .torch_modes import (
     in_forward_mode,
@@ -109,6 +110,13 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
     return run_in_torch(q, k, v, call)
 
 
+def attend_again(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, template: library.Template) -> Tensor:
+    """The output of a call that looks like an earlier one, in the layout of its template."""
+    if template.learning is None:
+        return library.run_template(template, q, k, v, mask)
+    return RepeatedOnePass.apply(q, k, v, draw_seed(q, template.learning), template)
+
+
 def attend_with_lse(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor]:
     """The output (B, H, Tq, Dv) of a call and each row's log-sum-exp (B, H, Tq), in which sinks take part.
 
@@ -187,13 +195,44 @@ class OnePass(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, sinks, mask, out, lse = ctx.saved_tensors
         call: AttentionCall = ctx.call.with_tensors(mask, ctx.call.visibility.slopes, sinks, None)
-        if not (is_observed() and _is_first_derivative(grad_out) and one_pass_backend(call) is library):
-            of = gradients(grad_out, q, k, v, out, lse, call)
-        elif operators.HAS_BACKWARD:
-            of = operators.gradients(grad_out, q, k, v, out, lse, call)
-        else:
-            of = composite.gradients(grad_out, q, k, v, call)
+        of = _observed_gradients(grad_out, q, k, v, out, lse, call)
         return of.q, of.k, of.v, of.sinks, of.mask, None, None, None
+
+
+class RepeatedOnePass(torch.autograd.Function):
+    """The same for a call that looks like an earlier one, without sinks and mask, in the layout of its template."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, template: library.Template) -> Tensor:
+        size = call.size
+        lse = q.new_empty((size.batch, size.heads, size.queries), dtype=torch.float32)
+        out = library.run_template(template, q, k, v, None, lse=lse, seed=call.seed or 0)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.call, ctx.head_dim = call, template.head_dim
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        *tensors, lse = ctx.saved_tensors
+        dim = ctx.head_dim
+        q, k, v, out, grad_out = (split_heads(x, dim) if dim else x for x in (*tensors, grad_out))
+        of = _observed_gradients(grad_out, q, k, v, out, lse, ctx.call)
+        joined = (
+            gradient.transpose(1, 2).reshape(x.shape) if dim and gradient is not None else gradient
+            for x, gradient in zip(tensors, (of.q, of.k, of.v), strict=False)
+        )
+        return *joined, None, None
+
+
+def _observed_gradients(
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: AttentionCall
+) -> composite.Gradients:
+    """The gradients of a call without gates, as one operator where operators are observed."""
+    if not (is_observed() and _is_first_derivative(grad_out) and one_pass_backend(call) is library):
+        return gradients(grad_out, q, k, v, out, lse, call)
+    if operators.HAS_BACKWARD:
+        return operators.gradients(grad_out, q, k, v, out, lse, call)
+    return composite.gradients(grad_out, q, k, v, call)
 
 
 def gradients(

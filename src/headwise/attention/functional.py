@@ -93,10 +93,12 @@ def attend(
         )  # fmt: skip
         if output is not None:
             return output
-    if starts is lengths is offset is sinks is gates is None and not dropout:
-        template = repeated_calls.find_template(q, k, v, mask, causal, window, keep_first, scale, softcap)
+    if starts is lengths is offset is sinks is gates is None:
+        template = repeated_calls.find_template(
+            q, k, v, mask, causal, window, keep_first, scale, softcap, dropout=dropout
+        )
         if template is not None:
-            return library.run_template(template, q, k, v, mask)
+            return dispatch.attend_again(q, k, v, mask, template)
     check_values(v)
     q, k, v = cast_inputs(q, k, v)
     call = build_call(
@@ -200,7 +202,7 @@ def head_stats(
     """
     if starts is lengths is offset is sinks is gates is None and not (dropout or classes or received):
         template = repeated_calls.find_template(q, k, v, mask, causal, window, keep_first, scale, softcap)
-        if template is not None:
+        if template is not None and template.learning is None:
             if queries is not None:
                 build_request(q, validation.sizes(q, k, v), queries)
             return library.run_template_with_stats(template, q, k, v, mask, queries, cross)
@@ -260,10 +262,9 @@ def attend_side_by_side(
 
     The output is (B, Tq, Hq * D). The native kernel reads this layout directly, without splitting and joining heads.
     """
-    if not dropout:
-        template = repeated_calls.find_template(q, k, v, None, causal, window, keep_first, None, softcap, head_dim)
-        if template is not None:
-            return library.run_template(template, q, k, v, None)
+    template = repeated_calls.find_template(q, k, v, None, causal, window, keep_first, None, softcap, head_dim, dropout)
+    if template is not None:
+        return dispatch.attend_again(q, k, v, None, template)
     q, k, v = split_heads(q, head_dim), split_heads(k, head_dim), split_heads(v, head_dim)
     visible: Any = {"causal": causal, "window": window, "keep_first": keep_first}
     return join_heads(attend(q, k, v, softcap=softcap, dropout=dropout, **visible))

@@ -2,7 +2,7 @@
 
 Validating a call takes longer than computing a short one, so calls that differ only in their values are validated once.
 Most calls look like the latest one with the same options: PyTorch's tensor guards recognise that in one step, and also
-that no gradient, autocast, subclass or transform is involved. Serves attend, head_stats and MultiHeadAttention.
+that no autocast, subclass or transform is involved. Serves attend, head_stats and MultiHeadAttention.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ def find_template(
     scale: float | None,
     softcap: float | None,
     head_dim: int = 0,
+    dropout: float = 0.0,
 ) -> Template | None:
     """The template of a call that the native kernel takes, or None where it must be validated and dispatched.
 
@@ -66,20 +67,20 @@ def find_template(
         return None
     if q.is_nested or k.is_nested or v.is_nested:  # the guards abort the process on these
         return None
+    learning = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    if type(dropout) not in NUMBERS or (mask is not None if learning else dropout):
+        return None
     windows = None
     if window is not None or keep_first != 0:
         if (keep_first != 0 and mask is not None) or q.dim() != (3 if head_dim else 4):
             return None  # the values of the mask decide which keys are the first
         heads = q.shape[2] // head_dim if head_dim else q.shape[1]
         windows = validation.head_windows(causal, window, keep_first, heads)
-    options = not causal, windows, scale, softcap, mask is None, head_dim
+    options = not causal, windows, scale, softcap, mask is None, head_dim, learning, dropout
     latest = _latest.get(options)
     if latest is not None and latest[0].check(*tensors):
         return latest[1]
     if not (q.is_cpu and k.is_cpu and v.is_cpu):
-        return None
-    requires_grad = q.requires_grad or k.requires_grad or v.requires_grad
-    if requires_grad and torch.is_grad_enabled():
         return None
     if q.is_neg() or k.is_neg() or v.is_neg() or torch.is_autocast_enabled("cpu"):
         return None
@@ -104,17 +105,20 @@ def find_template(
         if head_dim:
             q, k, v = split_heads(q, head_dim), split_heads(k, head_dim), split_heads(v, head_dim)
         call = build_call(
-            q, k, v, mask=mask, causal=causal, window=window, keep_first=keep_first, scale=scale, softcap=softcap
-        )
+            q, k, v, mask=mask, causal=causal, window=window, keep_first=keep_first, scale=scale, softcap=softcap,
+            dropout=dropout,
+        )  # fmt: skip
         if dispatch.why_not_one_pass(q, call) is not None:
             return None
         template = library.make_template(q, k, v, call)
         if head_dim:
             template = library.side_by_side(template)
+        if learning:
+            template = template._replace(learning=call)
         if len(_templates) >= MAX_TEMPLATES:
             clear()
         _templates[key] = template
-    elif TensorGuards is not None and not requires_grad and not (q is k or q is v or k is v):
+    elif TensorGuards is not None and not (q is k or q is v or k is v):
         # the guards refuse one tensor given twice
         guards = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
         _latest[options] = guards, template

@@ -180,6 +180,8 @@ class Template(NamedTuple):
     shape: tuple[int, ...]  # of the output, (B, H, Tq, Dv)
     stride: tuple[int, ...]  # laid out so that concatenating the heads needs no copy
     windows: ctypes.Array[ctypes.c_int64] | None  # left, right and keep_first of each query head, where they differ
+    head_dim: int = 0  # the tensors are (B, T, heads * head_dim), with their heads side by side; 0: (B, heads, T, dim)
+    learning: AttentionCall | None = None  # such a call, without tensors, where gradients are wanted
 
 
 def make_template(
@@ -225,7 +227,8 @@ def _shared(x: int | Tensor) -> int:
 def side_by_side(template: Template) -> Template:
     """The same with an output (B, Tq, H * Dv), the heads side by side: they lie in memory so anyway."""
     batch, heads, queries, dim = template.shape
-    return template._replace(shape=(batch, queries, heads * dim), stride=(template.stride[0], heads * dim, 1))
+    row = heads * dim
+    return template._replace(shape=(batch, queries, row), stride=(template.stride[0], row, 1), head_dim=dim)
 
 
 def run(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, extra: ExtraOutputs = NO_EXTRA) -> Outputs:
@@ -298,15 +301,20 @@ def run_template(
     mask: Tensor | None,
     queries: Tensor | None = None,
     sums: int = 0,
+    lse: Tensor | None = None,
+    seed: int = 0,
 ) -> Tensor:
-    """The output of a call that fits a template. queries are contiguous; sums is the address of a sums_buffer."""
+    """The output of a call that fits a template. queries are contiguous; sums is the address of a sums_buffer.
+
+    lse, float32, is filled with the log-sum-exp of each row of all heads. seed: of dropout.
+    """
     out = q.new_empty_strided(template.shape, template.stride)
     pointers = POINTERS.pack(
         q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(),
         0, 0, 0, 0, _table_address(template),
         0 if mask is None else mask.data_ptr(), 0, 0, 0,
-        sums, 0 if queries is None else queries.data_ptr(), 0, 0, 0, 0, 0,
-        0, torch.get_num_threads(),
+        sums, 0 if queries is None else queries.data_ptr(), 0, 0 if lse is None else lse.data_ptr(), 0, 0, 0,
+        seed, torch.get_num_threads(),
     )  # fmt: skip
     if _choice.run(template.fields + pointers, _choice.index):
         raise MemoryError(NO_MEMORY)
