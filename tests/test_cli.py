@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import click
 import pytest
@@ -20,6 +22,7 @@ from headwise.card import cost
 from headwise.cli import main
 from headwise.cli.app import app
 from headwise.cli.wording import name_options, name_options_in
+from headwise.files import lock_output
 from headwise.models.surgery import compensation
 from headwise.prune import attention_layers, grouping
 from headwise.scale import train
@@ -382,3 +385,25 @@ def test_every_command_but_serve_has_json() -> None:
         assert command is not None
         if not isinstance(command, click.Group):
             assert ("--json" in {opt for param in command.params for opt in param.opts}) == (name not in without), name
+
+
+@pytest.mark.parametrize(
+    ("command", "reserved"),
+    [
+        (("atlas", "--texts", "{texts}", "--out", "{out}"), "{out}"),
+        (("prune", "--texts", "{texts}", "--out", "{out}"), "{out}"),
+        (("group", "--model", "smollm2", "--kv-heads", "1", "--texts", "{texts}", "--out", "{out}"), "{out}"),
+        (("stream", "--model", "smollm2", "--texts", "{texts}", "--out", "{out}"), "{out}"),
+        (("lab", "1", "--out", "{out}", "--work", "{out}/work"), "{out}/claim01"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, tuple) else "",
+)
+def test_a_second_run_on_the_same_output_is_refused_in_one_line(
+    command: tuple[str, ...], reserved: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    places = {"texts": tmp_path / "texts.txt", "out": tmp_path / "out"}
+    places["texts"].write_text("one text\nanother text\n")
+    with lock_output(reserved.format(**places)):
+        assert main([part.format(**places) for part in command]) == 2
+    assert re.search(r"'.*' is in use by another run \(process \d+ on .*\); wait for its end", one_line(capsys))
+    assert not list(places["out"].glob("*.*"))

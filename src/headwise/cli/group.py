@@ -13,6 +13,7 @@ from ..terminal import echo
 from .checks import check_not_replaced
 from .options import PATH, Whole, context_option, field_option, json_option, texts_option
 from .progress import pieces_named, progress_bars
+from .ranks import only_run
 
 if TYPE_CHECKING:
     from ..prune.group_report import GroupOptions, GroupReport
@@ -67,7 +68,8 @@ def command(
     check_output(out, overwrite)
     check_not_replaced(out, {"--texts": texts, "--model": Path(model)})
     options = GroupOptions(kv_heads, grouping, recover, batch, context, rate)
-    report = _group(model, texts, field, options, out, overwrite)
+    with only_run(out):
+        report = _group(model, texts, field, options, out, overwrite)
     echo(json.dumps(report.to_json(), indent=2) if as_json else group_document(report).text())
 
 

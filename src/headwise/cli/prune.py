@@ -28,7 +28,7 @@ from .options import (
     training_option,
 )
 from .progress import progress_bars
-from .ranks import SingleProcess, joined_ranks
+from .ranks import SingleProcess, joined_ranks, only_run
 from .requirements import check_requirements
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ def command(
         shares, score, budget, unit, per, steps, zero, compensate, allow_empty, recover, batch, context, seed,
         compare_scores,
     )  # fmt: skip
-    with joined_ranks() as ranks:
+    with joined_ranks() as ranks, only_run(out, ranks):
         report = _prune(
             model, texts, labels, field, options, out, plan, curve, overwrite, formats, _rank_options(ranks, out, over)
         )

@@ -15,6 +15,7 @@ from ..terminal import echo
 from .checks import check_not_replaced
 from .options import BYTES, PATH, Whole, context_option, field_option, json_option, seed_option, texts_option
 from .progress import pieces_named, progress_bars
+from .ranks import only_run
 
 if TYPE_CHECKING:
     from ..prune.stream_report import StreamOptions, StreamReport
@@ -77,7 +78,8 @@ def command(
     options = StreamOptions(
         share, cache_bytes, max_loss, window, keep_first, context, limit, needles, draws, lengths, seed
     )  # fmt: skip
-    report = _stream(model, texts, field, options, out, overwrite)
+    with only_run(out):
+        report = _stream(model, texts, field, options, out, overwrite)
     echo(json.dumps(report.to_json(), indent=2) if as_json else stream_document(report).text())
 
 

@@ -14,7 +14,7 @@ from ...terminal import echo, one_line
 from ..checks import check_output_folder, make_folder
 from ..options import Whole, context_option, field_option, json_option, model_option, seed_option, texts_option
 from ..progress import progress_bars
-from ..ranks import SingleProcess, joined_ranks
+from ..ranks import SingleProcess, joined_ranks, only_run
 from ..requirements import check_requirements
 from .files import out_option, print_atlas, table_options, write_atlas
 
@@ -55,12 +55,13 @@ def command(
         if ranks.count > 1 and part is not None:
             raise HeadwiseError("torchrun shares the texts among its ranks itself; leave out --part")
         options = {"limit": limit, "length": context, "field": field, "seed": seed, "probes": probe_list}
-        with _resumption_named(out):
-            atlas = _measure(texts, model, out, share, ranks, options)
-        if out is not None and ranks.first:
-            write_atlas(atlas, out)
-            if ranks.count == 1:
-                (out / UNFINISHED).unlink(missing_ok=True)  # only now is everything that was measured on disk
+        with only_run(out, ranks):
+            with _resumption_named(out):
+                atlas = _measure(texts, model, out, share, ranks, options)
+            if out is not None and ranks.first:
+                write_atlas(atlas, out)
+                if ranks.count == 1:
+                    (out / UNFINISHED).unlink(missing_ok=True)  # only now is everything that was measured on disk
         if ranks.first:
             print_atlas(atlas, head, best, as_json)
 
