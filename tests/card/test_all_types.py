@@ -265,6 +265,23 @@ def test_towers_of_models_with_several_configs() -> None:
     ]
 
 
+@pytest.mark.parametrize("model_type", ["stablelm", "gpt_neox", "persimmon", "opt", "whisper", "bert"])
+def test_keys_that_a_type_does_not_use_are_named_and_left_out(model_type: str) -> None:
+    plain = headwise.card.read({"model_type": model_type}).parts[-1]
+    part = headwise.card.read({"model_type": model_type, "head_dim": 8, "n_kv_heads": 1}).parts[-1]
+    assert (part.numbers["head_dim"], part.numbers["kv_heads"]) == (
+        plain.numbers["head_dim"],
+        plain.numbers["kv_heads"],
+    )
+    assert str(part.sources["head_dim"]).endswith(f"; {model_type} does not use head_dim")
+
+
+def test_an_unknown_type_uses_every_key_about_heads() -> None:
+    sizes = {"hidden_size": 96, "num_attention_heads": 12, "num_hidden_layers": 1, "head_dim": 10, "n_kv_heads": 3}
+    assert heads(sizes) == heads(sizes | {"model_type": "of-the-hub"}) == [(12, 3, 10)]
+    assert heads(sizes | {"model_type": "llama"}) == [(12, 12, 10)]
+
+
 def test_sources_say_read_derived_or_defaulted() -> None:
     part = headwise.card.read({"model_type": "llama", "hidden_size": 96, "num_attention_heads": 12}).main
     assert str(part.sources["width"]) == "read: hidden_size"
