@@ -309,7 +309,7 @@ def test_a_misspelt_command_is_corrected(args: list[str], words: str, capsys: py
         ("cut it by truncate=True", "cut it by --truncate"),
         ("the nearest is keep=0.2000, or say allow_empty=True", "the nearest is --keep 0.2000, or say --allow-empty"),
         ('token="bank:2" is the second', "--token bank:2 is the second"),
-        ("choose another port=", "choose another --port"),
+        ("choose another host= or port=", "choose another --host or --port"),
         ("to_json() lists all", "--json lists all"),
         ("1 and 7 do, or give head_dim", "1 and 7 do, or give --head-dim"),
         ("head_dim 3 is odd", "head_dim 3 is odd"),
@@ -407,3 +407,21 @@ def test_a_second_run_on_the_same_output_is_refused_in_one_line(
         assert main([part.format(**places) for part in command]) == 2
     assert re.search(r"'.*' is in use by another run \(process \d+ on .*\); wait for its end", one_line(capsys))
     assert not list(places["out"].glob("*.*"))
+
+
+@pytest.mark.parametrize("number", ["nan", "inf", "-inf"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("serve", "--max-seconds"),
+        ("group", "--model", "m", "--kv-heads", "1", "--texts", "t", "--out", "o", "--rate"),
+        ("stream", "--out", "o", "--max-loss"),
+        ("stream", "--out", "o", "--share"),
+    ],
+    ids=lambda command: f"{command[0]} {command[-1]}",
+)
+def test_numbers_that_are_not_finite_are_refused(
+    command: tuple[str, ...], number: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*command, number]) == 2
+    assert command[-1] in (message := one_line(capsys)) and number in message

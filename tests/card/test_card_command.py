@@ -89,6 +89,7 @@ def test_design_lists_head_counts(capsys: pytest.CaptureFixture[str]) -> None:
         ("card gpt2 --context many", "'--context'"),
         ("card gpt2 --batch -1", "'--batch'"),
         ("card gpt2 --nonsense", "--nonsense"),
+        ("card gpt2 --source 7", "--source is for cross-attention, of which gpt2 has none; leave it out"),
         ("card gpt2 gpt3", "see headwise card --help"),
         ("diff gpt2", "see headwise diff --help"),
         ("diff gpt2 nowhere", "'nowhere' is neither a file"),

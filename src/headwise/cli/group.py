@@ -11,7 +11,7 @@ import click
 
 from ..terminal import echo
 from .checks import check_not_replaced
-from .options import PATH, Whole, context_option, field_option, json_option, texts_option
+from .options import PATH, FiniteRange, Whole, context_option, field_option, json_option, texts_option
 from .progress import pieces_named, progress_bars
 from .ranks import only_run
 
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--rate",
-    type=click.FloatRange(0, 1, min_open=True),
+    type=FiniteRange(0, 1, min_open=True),
     default=1e-4,
     help="Learning rate of the recovery at its start; a small model can take a larger one.",
 )

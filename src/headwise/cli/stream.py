@@ -13,7 +13,17 @@ import click
 from ..errors import HeadwiseError
 from ..terminal import echo
 from .checks import check_not_replaced
-from .options import BYTES, PATH, Whole, context_option, field_option, json_option, seed_option, texts_option
+from .options import (
+    BYTES,
+    PATH,
+    FiniteRange,
+    Whole,
+    context_option,
+    field_option,
+    json_option,
+    seed_option,
+    texts_option,
+)
 from .progress import pieces_named, progress_bars
 from .ranks import only_run
 
@@ -35,9 +45,11 @@ LARGEST = 1 << 20  # tokens
 )
 @click.option("--out", type=PATH, required=True, help="Directory for the plan and its report; a new one.")
 @field_option
-@click.option("--share", type=float, show_default="0.5", help="Share of the KV heads that stream.")
+@click.option("--share", type=FiniteRange(0, 1), show_default="0.5", help="Share of the KV heads that stream.")
 @click.option("--cache-bytes", type=BYTES, metavar="SIZE", help="Instead of --share: the cache at --context, 20MiB.")
-@click.option("--max-loss", type=float, metavar="SHARE", help="Instead of --share: the largest rise of the loss, 0.01.")
+@click.option(
+    "--max-loss", type=FiniteRange(0), metavar="SHARE", help="Instead of --share: the largest rise of the loss, 0.01."
+)
 @click.option("--window", type=Whole(1, LARGEST), default=256, help="Recent keys that a streaming head keeps.")
 @click.option("--keep-first", type=Whole(0, LARGEST), default=4, help="First keys that a streaming head keeps.")
 @context_option(4096, "Tokens per piece of text, at most the trained length.", least=2, largest=LARGEST)
@@ -67,8 +79,6 @@ def command(
     """
     if sum(value is not None for value in (share, cache_bytes, max_loss)) > 1:
         raise HeadwiseError("--share, --cache-bytes and --max-loss each say which heads stream; give one of them")
-    if share is not None and not 0 <= share <= 1:
-        raise HeadwiseError(f"--share is a number from 0 to 1, got {share:g}")
     lengths = _contexts(contexts)
     from ..prune.output_directory import check_output
     from ..prune.stream_report import StreamOptions, stream_document

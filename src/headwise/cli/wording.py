@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 # Python arguments that the library recommends; the commands have options of the same names
-ARGUMENTS = ("allow_empty", "device", "image", "keep", "out", "overwrite", "port", "step", "token", "truncate")
+ARGUMENTS = ("allow_empty", "device", "host", "image", "keep", "out", "overwrite", "port", "step", "token", "truncate")
 ARGUMENT = re.compile(
     rf"""\b(?P<name>{"|".join(ARGUMENTS)})=(?:True\b|"(?P<quoted>[^"]*)"|(?P<value>[\w.]+))?|\bto_json\(\)"""
     r"|(?<=give )(?P<bare>head_dim)\b"
