@@ -310,6 +310,7 @@ def test_a_misspelt_command_is_corrected(args: list[str], words: str, capsys: py
         ("the nearest is keep=0.2000, or say allow_empty=True", "the nearest is --keep 0.2000, or say --allow-empty"),
         ('token="bank:2" is the second', "--token bank:2 is the second"),
         ("choose another host= or port=", "choose another --host or --port"),
+        ("give more texts or a smaller length=", "give more texts or a smaller --context"),
         ("to_json() lists all", "--json lists all"),
         ("1 and 7 do, or give head_dim", "1 and 7 do, or give --head-dim"),
         ("head_dim 3 is odd", "head_dim 3 is odd"),
@@ -425,3 +426,8 @@ def test_numbers_that_are_not_finite_are_refused(
 ) -> None:
     assert main([*command, number]) == 2
     assert command[-1] in (message := one_line(capsys)) and number in message
+
+
+def test_more_threads_than_torch_can_count_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--cases", "decode", "--threads", "3000000000"]) == 2
+    assert "'--threads': 3000000000 is not in the range 1 to 4,096" in one_line(capsys)

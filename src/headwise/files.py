@@ -194,7 +194,9 @@ class Lock:
             try:
                 self.handle = os.open(self.path, os.O_RDWR | getattr(os, "O_NOFOLLOW", 0) | flags, 0o666)
             except OSError as error:
-                raise CheckpointError(f"{str(self.path)!r} cannot be opened: {error.strerror or error}") from error
+                raise CheckpointError(
+                    f"{self.place!r} cannot be locked: {str(self.path)!r} cannot be opened: {error.strerror or error}"
+                ) from error
 
 
 def _make_folder(folder: Path) -> None:

@@ -14,7 +14,12 @@ from .options import BYTES, CACHE_DTYPES, COUNT, Whole, context_option, json_opt
 @context_option(None, "Context length for cache and FLOPs.", show_default="the model's own")
 @click.option("--dtype", type=click.Choice(CACHE_DTYPES), default="bf16", help="Data type of the cache.")
 @click.option("--batch", type=Whole(1, 10**6), default=1, help="Sequences at once.")
-@click.option("--memory", type=BYTES, metavar="SIZE", help="Find the longest context whose cache fits: 16GiB.")
+@click.option(
+    "--memory",
+    type=BYTES,
+    metavar="SIZE",
+    help="Find the longest context whose cache fits into this memory, such as 16GiB.",
+)
 @click.option(
     "--source",
     type=Whole(1, 2**40),

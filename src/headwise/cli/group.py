@@ -27,14 +27,15 @@ if TYPE_CHECKING:
     "a GGUF file or a hub id.",
 )
 @click.option("--kv-heads", type=Whole(1, 1 << 20), required=True, help="KV heads per layer of the saved model.")
-@texts_option(help="A text file with one text per line, or a .jsonl file; half of the texts train, the others measure.")
+@texts_option(help="A text file with one text per line, or a .jsonl file; one half trains, the other measures.")
 @click.option("--out", type=PATH, required=True, help="Directory for the grouped model; a new one.")
 @field_option
 @click.option(
     "--grouping",
     type=click.Choice(["contiguous", "similar"]),
     default="similar",
-    help="Of the saved model: heads with close keys and values on the texts, or neighbours. Both are measured.",
+    help="Which KV heads of the saved model are merged: neighbours, or those with similar keys and values on the "
+    "texts. Both are measured.",
 )
 @click.option(
     "--recover",

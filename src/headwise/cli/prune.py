@@ -48,7 +48,9 @@ def _scores() -> Iterable[str]:
 
 
 @click.command
-@texts_option(help="A text file with one text per line, or a .jsonl file; half of the texts score, the others measure.")
+@texts_option(
+    help="A text file with one text per line, or a .jsonl file; one half scores the heads, the other measures."
+)
 @click.option("--out", type=PATH, required=True, help="Directory for the pruned model; a new one.")
 @model_option
 @click.option("--labels", type=PATH, help="A file with one label per line; for encoder-decoders one text per line.")

@@ -40,21 +40,33 @@ LARGEST = 1 << 20  # tokens
 )
 @texts_option(
     required=False,
-    help="Long texts, one per line, or a .jsonl file; KV heads are chosen on the first half, and all is measured on "
-    "the second. By default the bundled novel.",
+    help="Long texts, one per line, or a .jsonl file; KV heads are chosen on the first half, and everything is "
+    "measured on the second. By default the bundled novel.",
 )
 @click.option("--out", type=PATH, required=True, help="Directory for the plan and its report; a new one.")
 @field_option
 @click.option("--share", type=FiniteRange(0, 1), show_default="0.5", help="Share of the KV heads that stream.")
-@click.option("--cache-bytes", type=BYTES, metavar="SIZE", help="Instead of --share: the cache at --context, 20MiB.")
 @click.option(
-    "--max-loss", type=FiniteRange(0), metavar="SHARE", help="Instead of --share: the largest rise of the loss, 0.01."
+    "--cache-bytes",
+    type=BYTES,
+    metavar="SIZE",
+    help="Instead of --share: the size of the cache at --context, such as 20MiB.",
+)
+@click.option(
+    "--max-loss",
+    type=FiniteRange(0),
+    metavar="SHARE",
+    help="Instead of --share: the largest rise of the loss, such as 0.01 for 1 %.",
 )
 @click.option("--window", type=Whole(1, LARGEST), default=256, help="Recent keys that a streaming head keeps.")
 @click.option("--keep-first", type=Whole(0, LARGEST), default=4, help="First keys that a streaming head keeps.")
 @context_option(4096, "Tokens per piece of text, at most the trained length.", least=2, largest=LARGEST)
 @click.option(
-    "--limit", type=Whole(1), metavar="TOKENS", show_default="all", help="Tokens of text in each half, whole pieces."
+    "--limit",
+    type=Whole(1),
+    metavar="TOKENS",
+    show_default="all",
+    help="Tokens of text in each half at most, in whole pieces.",
 )
 @click.option("--needles", type=Whole(0, 1000), default=8, help="Needle prompts per depth; 0 for none.")
 @click.option("--draws", type=Whole(1, 1000), default=10, help="Random choices to compare with.")

@@ -32,9 +32,13 @@ UNFINISHED = "unfinished.safetensors"  # in the output directory: the sums of an
 @click.option("--limit", type=Whole(1), help="Texts at most.")
 @context_option(512, "Tokens per text at most.", least=4)
 @field_option
-@click.option("--part", metavar="I/N", help="Only every N-th text, from the I-th on, counted from 0; see merge.")
 @click.option(
-    "--probes", metavar="NAMES", help="Also measure roles that need inputs of their own: all, or names with commas."
+    "--part", metavar="I/N", help="Only every N-th text, beginning with text I, counted from 0; merge joins the parts."
+)
+@click.option(
+    "--probes",
+    metavar="NAMES",
+    help="Also measure roles that need inputs of their own: all, or names separated by commas.",
 )
 @seed_option("Seed of the random tokens that measure induction, and of the probes.")
 @table_options
@@ -50,6 +54,10 @@ def command(
     share, probe_list = parse_part(part), parse_probes(probes)
     if out is not None:
         check_output_folder(out)
+    if head is not None:
+        from ...roles.atlas.result import parse_head
+
+        parse_head(head)  # before anything is measured
     check_requirements("models", models=[model])
     with joined_ranks() as ranks:
         if ranks.count > 1 and part is not None:

@@ -17,7 +17,7 @@ from .measure import parse_probes
 @click.command
 @click.argument("atlas", type=PATH)
 @model_option
-@click.option("--probes", metavar="NAMES", default="all", help="All, or names with commas.")
+@click.option("--probes", metavar="NAMES", default="all", help="all, or names separated by commas.")
 @seed_option("Seed of the probes' inputs.")
 @table_options
 @json_option
