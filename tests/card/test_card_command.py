@@ -82,6 +82,7 @@ def test_design_lists_head_counts(capsys: pytest.CaptureFixture[str]) -> None:
         ("card --design", "Option '--design' requires an argument"),
         ("card gpt2 --design 64", "--design takes no MODEL"),
         ("card gpt2 --params 7B", "--params belongs to --design"),
+        ("card --design 999999", "999999 is not in the range 8 to 262,144"),
         ("card --design 1024 --params many", "'many' is no amount; write 300M or 7B"),
         ("card gpt2 --memory 3X", "'3X' is no amount"),
         ("card gpt2 --dtype float", "'float' is not one of 'fp32', 'bf16'"),

@@ -28,7 +28,9 @@ from .options import BYTES, CACHE_DTYPES, COUNT, Whole, context_option, json_opt
     help="Length of the encoder's output, which cross-attention caches.",
 )
 @click.option("--layers", is_flag=True, help="List every layer.")
-@click.option("--design", type=Whole(8), metavar="WIDTH", help="List head counts for this width (d_model); no MODEL.")
+@click.option(
+    "--design", type=Whole(8, 262_144), metavar="WIDTH", help="List head counts for this width (d_model); no MODEL."
+)
 @click.option(
     "--params", type=COUNT, metavar="COUNT", help="With --design: a budget of parameters, such as 300M or 7B."
 )
