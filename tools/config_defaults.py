@@ -43,8 +43,8 @@ KEPT_KEYS = re.compile(
 # The first mapping with a type gives its usual class; for types that do not generate it is the bare model.
 GENERATING = ("SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ", "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM", "CAUSAL_LM")
 
-# Keys of a head's width and of KV heads, which files also have where the type's class does not use them.
-HEAD_KEYS = (*keys.HEAD_DIM, "v_head_dim", *keys.KV_HEADS, "multi_query")
+# Keys about heads, which files also have where the type's class does not use them.
+HEAD_KEYS = (*keys.HEAD_DIM, "v_head_dim", *keys.KV_HEADS, "multi_query", "kv_lora_rank", "num_kv_shared_layers")
 # Of these, the ones that classes take from a config (getattr) whose own class does not name them.
 UNNAMED_KEYS = ("head_dim", "attention_head_size", "attention_head_dim", "v_head_dim", "num_key_value_heads")
 # Two values of each, for a default that equals one of them.

@@ -132,7 +132,7 @@ def _falcon(stack: Stack, query: int) -> None:
 def _head_dim(stack: Stack) -> None:
     node, query, width = stack.node, stack.numbers["query_heads"], stack.numbers["width"]
     rope, nope = node.amount("qk_rope_head_dim"), node.amount("qk_nope_head_dim")
-    stack.read("latent", ("kv_lora_rank",))
+    stack.read("latent", node.used(("kv_lora_rank",)))
     if stack.numbers["latent"] and rope is not None and nope is not None:
         stack.derive("head_dim", nope + rope, "qk_nope_head_dim + qk_rope_head_dim (head_dim in the file is RoPE's)")
         stack.read("value_dim", ("v_head_dim",), least=1)
@@ -171,7 +171,7 @@ def _layers(stack: Stack) -> list[Layer]:
         mixers = words or [node.model_type or "no attention"] * depth
         return [Layer(i, stack.numbers["width"] or 0, kind="none", mixer=word) for i, word in enumerate(mixers)]
     stages = _stages(stack, depth)
-    first_shared = depth - (node.amount("num_kv_shared_layers") or 0)
+    first_shared = depth - (node.amount(*node.used(("num_kv_shared_layers",))) or 0)
     cross = _cross(stack, depth)
     layers = []
     for i in range(depth):
