@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import click
 import pytest
@@ -20,6 +22,7 @@ from headwise.card import cost
 from headwise.cli import main
 from headwise.cli.app import app
 from headwise.cli.wording import name_options, name_options_in
+from headwise.files import lock_output
 from headwise.models.surgery import compensation
 from headwise.prune import attention_layers, grouping
 from headwise.scale import train
@@ -306,7 +309,8 @@ def test_a_misspelt_command_is_corrected(args: list[str], words: str, capsys: py
         ("cut it by truncate=True", "cut it by --truncate"),
         ("the nearest is keep=0.2000, or say allow_empty=True", "the nearest is --keep 0.2000, or say --allow-empty"),
         ('token="bank:2" is the second', "--token bank:2 is the second"),
-        ("choose another port=", "choose another --port"),
+        ("choose another host= or port=", "choose another --host or --port"),
+        ("give more texts or a smaller length=", "give more texts or a smaller --context"),
         ("to_json() lists all", "--json lists all"),
         ("1 and 7 do, or give head_dim", "1 and 7 do, or give --head-dim"),
         ("head_dim 3 is odd", "head_dim 3 is odd"),
@@ -382,3 +386,48 @@ def test_every_command_but_serve_has_json() -> None:
         assert command is not None
         if not isinstance(command, click.Group):
             assert ("--json" in {opt for param in command.params for opt in param.opts}) == (name not in without), name
+
+
+@pytest.mark.parametrize(
+    ("command", "reserved"),
+    [
+        (("atlas", "--texts", "{texts}", "--out", "{out}"), "{out}"),
+        (("prune", "--texts", "{texts}", "--out", "{out}"), "{out}"),
+        (("group", "--model", "smollm2", "--kv-heads", "1", "--texts", "{texts}", "--out", "{out}"), "{out}"),
+        (("stream", "--model", "smollm2", "--texts", "{texts}", "--out", "{out}"), "{out}"),
+        (("lab", "1", "--out", "{out}", "--work", "{out}/work"), "{out}/claim01"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, tuple) else "",
+)
+def test_a_second_run_on_the_same_output_is_refused_in_one_line(
+    command: tuple[str, ...], reserved: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    places = {"texts": tmp_path / "texts.txt", "out": tmp_path / "out"}
+    places["texts"].write_text("one text\nanother text\n")
+    with lock_output(reserved.format(**places)):
+        assert main([part.format(**places) for part in command]) == 2
+    assert re.search(r"'.*' is in use by another run \(process \d+ on .*\); wait for its end", one_line(capsys))
+    assert not list(places["out"].glob("*.*"))
+
+
+@pytest.mark.parametrize("number", ["nan", "inf", "-inf"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("serve", "--max-seconds"),
+        ("group", "--model", "m", "--kv-heads", "1", "--texts", "t", "--out", "o", "--rate"),
+        ("stream", "--out", "o", "--max-loss"),
+        ("stream", "--out", "o", "--share"),
+    ],
+    ids=lambda command: f"{command[0]} {command[-1]}",
+)
+def test_numbers_that_are_not_finite_are_refused(
+    command: tuple[str, ...], number: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*command, number]) == 2
+    assert command[-1] in (message := one_line(capsys)) and number in message
+
+
+def test_more_threads_than_torch_can_count_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--cases", "decode", "--threads", "3000000000"]) == 2
+    assert "'--threads': 3000000000 is not in the range 1 to 4,096" in one_line(capsys)

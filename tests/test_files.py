@@ -27,10 +27,26 @@ with getattr(files, sys.argv[1])(sys.argv[2]) as path:
 """
 
 
+HOLDER = """
+import sys
+from headwise import files
+with files.lock_output(sys.argv[1]):
+    print("writing", flush=True)
+    sys.stdin.read()
+"""
+
+
 @contextmanager
 def writer(kind: str, target: Path) -> Iterator[subprocess.Popen[str]]:
     """Another process in the middle of a write; it is killed at the end."""
-    command = [sys.executable, "-c", WRITER, kind, str(target)]
+    with background(WRITER, kind, str(target)) as process:
+        yield process
+
+
+@contextmanager
+def background(program: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """Another process that has printed its line and waits; it is killed at the end."""
+    command = [sys.executable, "-c", program, *arguments]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None and process.stdout.readline() == "writing\n"
@@ -208,3 +224,43 @@ def test_a_path_that_cannot_be_a_folder_is_refused(tmp_path: Path, monkeypatch: 
         with pytest.raises(HeadwiseError, match=words), files.write_folder_atomically(path):
             pass
     assert os.listdir(tmp_path) == ["file"]
+
+
+def test_a_second_run_on_an_output_folder_is_refused_while_the_first_lives(tmp_path: Path) -> None:
+    out = tmp_path / "new" / "out"
+    with background(HOLDER, str(out)) as process:
+        words = rf"'{out}' is in use by another run \(process {process.pid} on .*\); wait for its end, or give another"
+        with pytest.raises(CheckpointError, match=words), files.lock_output(out):
+            pass
+        with files.lock_output(tmp_path / "new" / "other"):
+            assert not out.exists()  # to lock a folder does not make it
+        process.communicate("")
+        assert list(tmp_path.iterdir()) == []  # nor does it leave the parents that it made
+
+
+def test_the_lock_of_a_killed_run_is_taken_over_and_removed(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with background(HOLDER, str(out)):
+        pass
+    assert [path.name for path in tmp_path.iterdir()] == [".out.lock"]
+    with files.lock_output(out):
+        assert (tmp_path / ".out.lock").read_text().startswith(f"process {os.getpid()} on ")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_one_folder_has_one_lock_under_all_its_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "out")
+    monkeypatch.chdir(tmp_path)
+    with files.lock_output(tmp_path / "out"):
+        for name in ("out", "./out/", "link", "out/../out"):
+            with pytest.raises(CheckpointError, match="in use by another run"), files.lock_output(name):
+                pass
+
+
+def test_a_lock_file_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("kept")
+    (tmp_path / ".out.lock").symlink_to(tmp_path / "precious")
+    with pytest.raises(CheckpointError, match=r"\.out\.lock' cannot be opened"), files.lock_output(tmp_path / "out"):
+        pass
+    assert (tmp_path / "precious").read_text() == "kept"

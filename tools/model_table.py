@@ -80,7 +80,7 @@ def build(name: str) -> nn.Module:
         try:
             config = transformers.AutoConfig.for_model(name)
             if layers is not None:
-                _set_layers(config, layers)
+                set_layers(config, layers)
             with torch.device("meta"), redirect_stderr(StringIO()):
                 model: nn.Module = transformers.AutoModel.from_config(config)
             return model
@@ -90,10 +90,11 @@ def build(name: str) -> nn.Module:
     raise error
 
 
-def _set_layers(config: Any, layers: int) -> None:
+def set_layers(config: Any, layers: int) -> None:
+    """Give a config, and those inside it, this many layers at most."""
     for name, value in list(vars(config).items()):
         if isinstance(value, transformers.PreTrainedConfig):
-            _set_layers(value, layers)
+            set_layers(value, layers)
         elif name in LAYER_COUNTS and isinstance(value, int):
             setattr(config, name, min(layers, value))
     for name in ("layer_types", "mlp_layer_types", "layers_block_type"):

@@ -7,6 +7,9 @@ While something is written, there is a working folder beside the target:
                                  /old/NAME   a folder that is being replaced
 
 A working folder whose lock is free belongs to a process that was killed, and the next write in that place removes it.
+
+A run that works on an output folder for long holds `.NAME.lock` beside it: a second run there is refused. The lock is
+flock's and dies with its process; the file that a killed process leaves is taken over by the next run.
 """
 
 from __future__ import annotations
@@ -21,11 +24,12 @@ import shutil
 import socket
 import sys
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from .errors import HeadwiseError
+from .errors import CheckpointError, HeadwiseError
 
 WORKING = re.compile(r"\..*\.headwise-([0-9a-f]{8})-[0-9a-f]{16}", re.DOTALL)
 NAME_LENGTH = 40  # characters of the target's name in its working folder's: a file name has at most 255 bytes
@@ -97,6 +101,109 @@ def remove_leftovers(folder: str | os.PathLike[str]) -> list[str]:
     except (OSError, ValueError):  # the folder does not exist, may not be listed, or is no path
         return []
     return [name for name in names if _remove_if_dead(Path(folder, name))]
+
+
+@contextmanager
+def lock_output(path: str | os.PathLike[str], wait: float = 0.0) -> Iterator[None]:
+    """Reserve an output folder, which need not exist, for this process: another one is refused while the body runs.
+
+    wait: seconds to wait for the end of another process.
+
+    Example:
+        >>> with lock_output("atlas"):
+        ...     ...
+    """
+    target = _target(path, CheckpointError)
+    with _failures(path, CheckpointError):
+        missing = [folder for folder in target.parents if not folder.exists()]
+        beside = os.access(target.parent, os.W_OK) or not target.is_dir()
+    lock = Lock(target.parent / f".{target.name}.lock" if beside else target / ".lock", path)
+    try:
+        lock.acquire(wait)
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):
+                lock.path.unlink()  # while it is locked: a process that waits sees that the file is gone
+    finally:
+        lock.release()
+        with contextlib.suppress(OSError):  # the run wrote something
+            for folder in missing:
+                folder.rmdir()
+
+
+class Lock:
+    """A lock file of one run: exclusive, or shared by all its ranks. It dies with the process.
+
+    Args:
+        path: of the file; its folder is made.
+        place: the folder that it reserves, as messages call it; by default the one that it is in.
+    """
+
+    def __init__(self, path: Path, place: str | os.PathLike[str] | None = None) -> None:
+        self.path, self.handle = path, -1
+        self.place = str(path.parent if place is None else os.fspath(place))
+
+    def acquire(self, wait: float) -> None:
+        """Lock it exclusively, after this many seconds at most: no process of another run is at work here."""
+        end = time.monotonic() + wait
+        while True:
+            try:
+                _make_folder(self.path.parent)
+                self._open(os.O_CREAT)
+            except CheckpointError as error:
+                # the ranks of a killed agent may have finished, and removed the folder, between the two calls
+                if not isinstance(error.__cause__, FileNotFoundError) or time.monotonic() > end:
+                    raise
+                continue
+            locked = _try_lock(self.handle)
+            if locked is None:
+                warnings.warn(f"{self.place!r} cannot be locked here; start one run at a time", stacklevel=2)
+                return
+            if locked and os.fstat(self.handle).st_nlink:
+                os.truncate(self.handle, 0)
+                os.write(self.handle, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+                return
+            if not locked and time.monotonic() > end:
+                raise CheckpointError(self._in_use_message())
+            self.release()  # the other run has removed the file at its end, or is still at work
+            time.sleep(0.1)
+
+    def share(self) -> None:
+        """Lock it together with the other ranks of this run."""
+        self._open(0)
+        if _try_lock(self.handle, shared=True) is False:
+            raise CheckpointError(self._in_use_message())
+
+    def release(self) -> None:
+        if self.handle >= 0:
+            os.close(self.handle)
+            self.handle = -1
+
+    def _in_use_message(self) -> str:
+        holder = ""
+        with contextlib.suppress(OSError):
+            holder = self.path.read_text(encoding="utf-8", errors="replace").strip()[:100]
+        return (
+            f"{self.place!r} is in use by another run ({holder or 'of unknown process'}); wait for its end, "
+            "or give another folder"
+        )
+
+    def _open(self, flags: int) -> None:
+        if self.handle < 0:
+            try:
+                self.handle = os.open(self.path, os.O_RDWR | getattr(os, "O_NOFOLLOW", 0) | flags, 0o666)
+            except OSError as error:
+                raise CheckpointError(
+                    f"{self.place!r} cannot be locked: {str(self.path)!r} cannot be opened: {error.strerror or error}"
+                ) from error
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"{str(folder)!r} cannot be made: {error.strerror or error}") from error
 
 
 def umask() -> int:
@@ -178,14 +285,14 @@ def _locked_folder(target: Path) -> tuple[Path, int]:
         os.close(lock)  # likewise taken for a leftover, before it was locked
 
 
-def _try_lock(lock: int) -> bool | None:
+def _try_lock(lock: int, *, shared: bool = False) -> bool | None:
     """Lock an open file without waiting; False: another process has it; None: there are no locks here."""
     if sys.platform == "win32":
         return None
     import fcntl
 
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(lock, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError:  # a file system without locks

@@ -29,20 +29,24 @@ def parse_json(text: str) -> Any:
         raise ValueError("its JSON is nested too deeply") from None
 
 
-def load_document(path: str | os.PathLike[str], noun: str) -> Any:
-    """The JSON of a file that headwise wrote; noun, such as "plan", says what it should hold.
+def load_document(path: str | os.PathLike[str], noun: str, read: Callable[[Any], T]) -> T:
+    """What `read` makes of the JSON of a file that headwise wrote; noun, such as "plan", says what it should hold.
 
     Raises:
-        CheckpointError: if there is no file, or it cannot be read, or is no JSON.
+        CheckpointError: if there is no file, or it cannot be read, or is no JSON, or `read` refuses it.
     """
     if not os.path.isfile(path):
         raise CheckpointError(f"there is no {noun} at {str(path)!r}")
     try:
-        return parse_json(Path(os.fspath(path)).read_text(encoding="utf-8"))
+        document = parse_json(Path(os.fspath(path)).read_text(encoding="utf-8"))
     except OSError as error:
         raise CheckpointError(f"{str(path)!r} cannot be read: {error.strerror or error}") from error
     except ValueError as error:
         raise CheckpointError(f"{str(path)!r} is not a {noun} that headwise wrote: {error}") from None
+    try:
+        return read(document)
+    except CheckpointError as error:
+        raise CheckpointError(f"{str(path)!r} cannot be read: {error}") from error
 
 
 def _refuse_constant(name: str) -> NoReturn:

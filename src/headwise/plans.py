@@ -100,7 +100,7 @@ class Plan:
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
         """Read a file that `save` wrote, possibly edited."""
-        return cls.from_json(load_document(path, "plan"))
+        return load_document(path, "plan", cls.from_json)
 
     def __str__(self) -> str:
         lines = [f"remove {self.removed} of {self.total} heads ({self.score}, budget: {self.budget})"]
@@ -260,7 +260,7 @@ class StreamPlan:
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> StreamPlan:
         """Read a file that `save` wrote, possibly edited."""
-        return cls.from_json(load_document(path, "stream plan"))
+        return load_document(path, "stream plan", cls.from_json)
 
     def __str__(self) -> str:
         lines = [

@@ -265,6 +265,30 @@ def test_towers_of_models_with_several_configs() -> None:
     ]
 
 
+@pytest.mark.parametrize("model_type", ["stablelm", "gpt_neox", "persimmon", "opt", "whisper", "bert"])
+def test_keys_that_a_type_does_not_use_are_named_and_left_out(model_type: str) -> None:
+    plain = headwise.card.read({"model_type": model_type}).parts[-1]
+    part = headwise.card.read({"model_type": model_type, "head_dim": 8, "n_kv_heads": 1}).parts[-1]
+    assert (part.numbers["head_dim"], part.numbers["kv_heads"]) == (
+        plain.numbers["head_dim"],
+        plain.numbers["kv_heads"],
+    )
+    assert str(part.sources["head_dim"]).endswith(f"; {model_type} does not use head_dim")
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma2", "bert"])
+def test_latents_and_shared_keys_of_other_types_are_left_out(model_type: str) -> None:
+    stray = {"kv_lora_rank": 7, "qk_nope_head_dim": 5, "qk_rope_head_dim": 4, "num_kv_shared_layers": 3}
+    plain, card = (headwise.card.read({"model_type": model_type, **extra}) for extra in ({}, stray))
+    assert card.attention == plain.attention and card.parameters == plain.parameters
+
+
+def test_an_unknown_type_uses_every_key_about_heads() -> None:
+    sizes = {"hidden_size": 96, "num_attention_heads": 12, "num_hidden_layers": 1, "head_dim": 10, "n_kv_heads": 3}
+    assert heads(sizes) == heads(sizes | {"model_type": "of-the-hub"}) == [(12, 3, 10)]
+    assert heads(sizes | {"model_type": "llama"}) == [(12, 12, 10)]
+
+
 def test_sources_say_read_derived_or_defaulted() -> None:
     part = headwise.card.read({"model_type": "llama", "hidden_size": 96, "num_attention_heads": 12}).main
     assert str(part.sources["width"]) == "read: hidden_size"

@@ -63,6 +63,38 @@ def test_parameters_equal_the_class_in_several_configs(model_type: str) -> None:
     assert compared >= 3
 
 
+# Keys about heads that files also have where the class does not use them.
+STRAY = {
+    "head_dim": 22,
+    "attention_head_size": 22,
+    "d_kv": 22,
+    "v_head_dim": 22,
+    "num_key_value_heads": 2,
+    "num_kv_heads": 2,
+    "multi_query": True,
+}
+
+
+def layer_heads(config: dict[str, Any]) -> list[tuple[int, ...]]:
+    return [(x.query, x.kv, x.dim, x.value_dim) for x in headwise.card.read(config).attention.layers]
+
+
+@pytest.mark.parametrize("model_type", [name for name in TYPES if name not in INSIDE])
+def test_stray_keys_about_heads_are_used_only_where_the_class_uses_them(model_type: str) -> None:
+    name, sizes = main_class(model_type), small(model_type)
+    plain, plain_total = build_on_meta(model_type, name, sizes)
+    compared, named = 0, CONFIG_MAPPING[model_type]().to_dict()
+    for key in STRAY.keys() - named.keys():
+        truth = build_on_meta(model_type, name, sizes | {key: STRAY[key]})
+        if truth is not None:
+            config, want = truth
+            assert total(config, name) == want, f"{name} with a {key}"
+            if want == plain_total:
+                assert layer_heads(plain | {key: STRAY[key]}) == layer_heads(plain), f"{name} with a {key}"
+            compared += 1
+    assert compared >= 3
+
+
 HEADS = ("llama", "qwen3_5_text", "gpt2", "opt", "bert", "roberta", "distilbert", "albert", "electra", "deberta",
 "deberta-v2",
          "modernbert", "mpnet", "t5", "bart", "vit", "deit", "dinov2", "gemma3", "eurobert", "nomic_bert")  # fmt: skip

@@ -273,7 +273,7 @@ def test_models_whose_edges_are_not_known_are_refused_by_name(name: str) -> None
     ("options", "message"),
     [
         ({"size": 0}, "size must be"),
-        ({"size": 10**6}, "the model has 370 edges"),
+        ({"size": 10**6}, "the model has only 370 edges"),
         ({"target": 0.0}, "target must be"),
         ({"steps": 0}, "steps must be"),
         ({"draws": 0}, "draws must be"),

@@ -226,6 +226,8 @@ def test_examples_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     out = shown(capsys, "--examples")
     assert "cat      The cat sat on the mat because it was soft." in out
     assert "headwise inspect --example NAME" in out
+    examples = json.loads(shown(capsys, "--examples", "--json"))
+    assert examples["cat"]["text"] == "The cat sat on the mat because it was soft."
 
 
 def test_an_example_follows_its_words(capsys: pytest.CaptureFixture[str]) -> None:

@@ -418,7 +418,7 @@ def test_a_broken_gguf_file_is_an_error_of_one_line(tmp_path: Path, monkeypatch:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     file = tmp_path / "broken.gguf"
     file.write_bytes(b"GGUF\0\0\0 and nothing more")
-    refused(file, "broken.gguf' cannot be read as GGUF")
+    refused(file, "broken.gguf' cannot be read as GGUF: broken.gguf ")  # and then what the header lacks
     assert list((tmp_path / "cache/headwise/gguf").iterdir()) == []  # no partial conversion is left
 
 

@@ -110,7 +110,7 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
     headwise.context_need(build(), corpus()[:1], WINDOWS, resume=tmp_path)
     (file,) = tmp_path.iterdir()
     file.write_text(file.read_text(encoding="utf-8")[:100], encoding="utf-8")
-    with pytest.raises(CheckpointError, match=rf"{file.name}.*remove it to measure it again"):
+    with pytest.raises(CheckpointError, match=rf"{file.name}.*remove the file to measure it again"):
         headwise.context_need(build(), corpus()[:1], WINDOWS, resume=tmp_path)
 
 

@@ -156,7 +156,7 @@ def test_bad_options_of_stream_are_one_line_and_exit_code_2(
     valid = ["--model", source, "--out", tmp_path / "out"]
     for args, message in [
         (["--model", source], "Missing option '--out'"),
-        ([*valid, "--share", 2], "--share is a number from 0 to 1, got 2"),
+        ([*valid, "--share", 2], "'--share': 2.0 is not in the range 0<=x<=1"),
         ([*valid, "--share", "half"], "'half' is not a valid float"),
         ([*valid, "--share", 0.5, "--max-loss", 0.01], "give one of them"),
         ([*valid, "--window", 0], "0 is not in the range"),

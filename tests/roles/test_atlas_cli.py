@@ -214,6 +214,14 @@ def test_bad_texts_leave_nothing_behind(
     assert not (tmp_path / "a").exists()
 
 
+def test_a_head_that_is_none_is_refused_before_measuring(
+    model: Path, corpus: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(corpus_run.CorpusRun, "measure", lambda *args: pytest.fail("it was measured"))
+    code, _, err = run(capsys, "--model", model, "--texts", corpus, "--head", "3,1")
+    assert (code, err) == (2, "headwise: a head is written layer.head, such as 3.1, got '3,1'\n")
+
+
 def test_an_output_path_that_is_no_directory_is_refused_before_measuring(
     model: Path, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

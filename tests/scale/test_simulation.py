@@ -65,6 +65,11 @@ def test_a_wrong_cost_model_would_be_noticed() -> None:
     assert run.formula.training > run.formula.forward > 0
 
 
+def test_a_layer_of_an_encoder_sends_what_the_cost_model_says() -> None:
+    runs = simulate("bert-base", 5, 37, 5, "fp32")
+    assert len(runs) == 9 and all(run.exact for run in runs)
+
+
 def test_simulations_that_cannot_be_are_refused() -> None:
     with pytest.raises(ShapeError, match="7 tokens are too few for 4 ranks; give at least 8"):
         simulate(LLAMA, 4, 7, ways=["sequence"])

@@ -211,11 +211,11 @@ def _work(card: Card, context: int, source: int | None) -> Iterator[str]:
     if card.main.attention.kind == "none":
         return
     flops = card.flops(context, source)
-    linear = f"{flops.prefill_linear:.3g} in the linear layers and " if flops.prefill_linear else ""
+    linear = f"{flops.prefill_linear:.3g} FLOPs in the linear layers and " if flops.prefill_linear else ""
     yield f"Reading {context:,} tokens takes {linear}{flops.prefill_attention:.3g} FLOPs in attention."
     if any(layer.causal for layer in card.main.layers):
-        linear = f"{flops.decode_linear:.3g} and " if flops.decode_linear else ""
-        yield f"Each token after them takes {linear}{flops.decode_attention:.3g}."
+        linear = f"{flops.decode_linear:.3g} FLOPs in the linear layers and " if flops.decode_linear else ""
+        yield f"Each token after them takes {linear}{flops.decode_attention:.3g} FLOPs in attention."
     yield f"({CONVENTION}.)"
 
 

@@ -113,7 +113,7 @@ def circuit(
         stream = residual_stream(model, sites, probe_metric, first.clean, key)
         graph = circuit_graph(model, sites, stream, probe_metric, first.clean)
         if size is not None and size > graph.edges:
-            raise HeadwiseError(f"size is {size:,}, and the model has {graph.edges:,} edges")
+            raise HeadwiseError(f"size is {size:,}, but the model has only {graph.edges:,} edges; give a smaller one")
         parts = pairs
         if isinstance(metric, LogitDifference):
             parts = [part for pair in pairs for part in _split(pair, graph, memory)]

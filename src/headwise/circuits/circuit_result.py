@@ -179,7 +179,7 @@ class Circuit:
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Circuit:
         """Read a file that `save` wrote."""
-        return cls.from_json(load_document(path, "circuit"))
+        return load_document(path, "circuit", cls.from_json)
 
     def __str__(self) -> str:
         lines = [

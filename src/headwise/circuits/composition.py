@@ -160,7 +160,7 @@ class Composition:
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Composition:
         """Read a file that `save` wrote."""
-        return cls.from_json(load_document(path, "composition"))
+        return load_document(path, "composition", cls.from_json)
 
     def __repr__(self) -> str:
         pairs = int(np.isfinite(self.scores["query"]).sum())

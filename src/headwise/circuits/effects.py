@@ -240,7 +240,7 @@ class Effects(Mapping[str, np.ndarray]):
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Effects:
         """Read a file that `save` wrote."""
-        return cls.from_json(load_document(path, "table of effects"))
+        return load_document(path, "table of effects", cls.from_json)
 
     def __str__(self) -> str:
         about = self.about

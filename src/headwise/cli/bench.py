@@ -33,9 +33,11 @@ def _case_names() -> Iterable[str]:
     "--cases", type=LazyChoice(_case_names), multiple=True, metavar="CASE", help="Only this case; repeatable."
 )
 @click.option("--quick", is_flag=True, help="Fewer rounds and shapes, nothing compiled.")
-@click.option("--rounds", type=Whole(1), help="Rounds; the fastest counts.")
-@click.option("--sweep/--no-sweep", default=None, show_default="unless cases are named", help="Forty untuned shapes.")
-@click.option("--threads", type=Whole(1), help="Threads that torch may use.")
+@click.option("--rounds", type=Whole(1), help="Rounds of measurement, of which the fastest counts.")
+@click.option(
+    "--sweep/--no-sweep", default=None, show_default="unless cases are named", help="Also measure forty untuned shapes."
+)
+@click.option("--threads", type=Whole(1, 4096), help="Threads that torch may use.")
 @click.option("--isa", type=click.Choice(["avx2"]), help="Restrict all contestants to this instruction set.")
 @click.option("--device", default="cpu", help="Where attention is measured: cpu, cuda or mps.")
 @click.option("--explain", is_flag=True, help="Say which backend each case uses, and why.")

@@ -14,7 +14,12 @@ from .options import BYTES, CACHE_DTYPES, COUNT, Whole, context_option, json_opt
 @context_option(None, "Context length for cache and FLOPs.", show_default="the model's own")
 @click.option("--dtype", type=click.Choice(CACHE_DTYPES), default="bf16", help="Data type of the cache.")
 @click.option("--batch", type=Whole(1, 10**6), default=1, help="Sequences at once.")
-@click.option("--memory", type=BYTES, metavar="SIZE", help="Find the longest context whose cache fits: 16GiB.")
+@click.option(
+    "--memory",
+    type=BYTES,
+    metavar="SIZE",
+    help="Find the longest context whose cache fits into this memory, such as 16GiB.",
+)
 @click.option(
     "--source",
     type=Whole(1, 2**40),
@@ -23,7 +28,9 @@ from .options import BYTES, CACHE_DTYPES, COUNT, Whole, context_option, json_opt
     help="Length of the encoder's output, which cross-attention caches.",
 )
 @click.option("--layers", is_flag=True, help="List every layer.")
-@click.option("--design", type=Whole(8), metavar="WIDTH", help="List head counts for this width (d_model); no MODEL.")
+@click.option(
+    "--design", type=Whole(8, 262_144), metavar="WIDTH", help="List head counts for this width (d_model); no MODEL."
+)
 @click.option(
     "--params", type=COUNT, metavar="COUNT", help="With --design: a budget of parameters, such as 300M or 7B."
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ..errors import UnsupportedError
 from ..terminal import FittingTable, console, echo, format_bytes, one_line
 
 if TYPE_CHECKING:
@@ -33,6 +34,8 @@ def show_card(
     from ..card.reading import read
 
     card = read(model)
+    if source is not None and not any(layer.role == "cross" for part in card.parts for layer in part.layers):
+        raise UnsupportedError(f"--source is for cross-attention, of which {card.name} has none; leave it out")
     length = context or card.main.numbers.get("context") or 4096
     longest = None if memory is None else card.longest_context(memory, dtype, batch, source)
     if as_json:

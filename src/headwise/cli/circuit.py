@@ -40,7 +40,9 @@ def _task_names() -> Iterable[str]:
 @click.argument("text", required=False)
 @click.option("--answer", metavar="TOKEN", help='The token that continues TEXT, with its space: " Mary".')
 @click.option("--other", metavar="TOKEN", help="The token to compare it with; without it, the answer's logit alone.")
-@click.option("--corrupted", metavar="TEXT", help="TEXT with what decides the answer changed; as many tokens.")
+@click.option(
+    "--corrupted", metavar="TEXT", help="TEXT with the words that decide the answer changed; the same number of tokens."
+)
 @click.option(
     "--model", default=MODEL, help="A decoder: smollm2, a directory with safetensors, a GGUF file or a hub id."
 )
@@ -57,7 +59,7 @@ def _task_names() -> Iterable[str]:
     default="gradient",
     help="Patching: a gradient's estimate of all heads at once, or one pass per head.",
 )
-@click.option("--size", type=Whole(1), show_default="the least that explain 80 %", help="Edges of the circuit.")
+@click.option("--size", type=Whole(1), show_default="the fewest that explain 80 %", help="Edges of the circuit.")
 @click.option("--html", type=PATH, help="Also write a page with the circuit's graph, as one offline file.")
 @json_option
 def command(
@@ -66,8 +68,9 @@ def command(
 ) -> None:  # fmt: skip
     """Find the heads that give an answer.
 
-    TEXT is a prompt that --answer continues, and --corrupted the same prompt with what decides the answer changed. The
-    heads are ranked by their direct effect on the answer and by patching, and form a circuit of verified size.
+    TEXT is a prompt that --answer continues; --corrupted is the same prompt, in which the words that decide the answer
+    are changed. The heads are ranked by their direct effect on the answer and by patching, and the circuit that they
+    form is verified.
     """
     _check_options(text, answer, other, corrupted, task, pairs)
     if html is not None:
@@ -105,7 +108,9 @@ def _check_options(
     if not answer:
         raise HeadwiseError('--answer is missing: the token that continues the prompt, with its space, as in " Mary"')
     if corrupted is None:
-        raise HeadwiseError("--corrupted is missing: the prompt with what decides the answer changed, as many tokens")
+        raise HeadwiseError(
+            "--corrupted is missing: the prompt with the words that decide the answer changed, as many tokens as before"
+        )
     if answer == other:
         raise HeadwiseError(f"--answer and --other are both {answer!r}; compare two tokens, or leave --other out")
 

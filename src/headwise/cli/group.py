@@ -11,8 +11,9 @@ import click
 
 from ..terminal import echo
 from .checks import check_not_replaced
-from .options import PATH, Whole, context_option, field_option, json_option, texts_option
+from .options import PATH, FiniteRange, Whole, context_option, field_option, json_option, texts_option
 from .progress import pieces_named, progress_bars
+from .ranks import only_run
 
 if TYPE_CHECKING:
     from ..prune.group_report import GroupOptions, GroupReport
@@ -26,14 +27,15 @@ if TYPE_CHECKING:
     "a GGUF file or a hub id.",
 )
 @click.option("--kv-heads", type=Whole(1, 1 << 20), required=True, help="KV heads per layer of the saved model.")
-@texts_option(help="A text file with one text per line, or a .jsonl file; half of the texts train, the others measure.")
+@texts_option(help="A text file with one text per line, or a .jsonl file; one half trains, the other measures.")
 @click.option("--out", type=PATH, required=True, help="Directory for the grouped model; a new one.")
 @field_option
 @click.option(
     "--grouping",
     type=click.Choice(["contiguous", "similar"]),
     default="similar",
-    help="Of the saved model: heads with close keys and values on the texts, or neighbours. Both are measured.",
+    help="Which KV heads of the saved model are merged: neighbours, or those with similar keys and values on the "
+    "texts. Both are measured.",
 )
 @click.option(
     "--recover",
@@ -44,7 +46,7 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--rate",
-    type=click.FloatRange(0, 1, min_open=True),
+    type=FiniteRange(0, 1, min_open=True),
     default=1e-4,
     help="Learning rate of the recovery at its start; a small model can take a larger one.",
 )
@@ -67,7 +69,8 @@ def command(
     check_output(out, overwrite)
     check_not_replaced(out, {"--texts": texts, "--model": Path(model)})
     options = GroupOptions(kv_heads, grouping, recover, batch, context, rate)
-    report = _group(model, texts, field, options, out, overwrite)
+    with only_run(out):
+        report = _group(model, texts, field, options, out, overwrite)
     echo(json.dumps(report.to_json(), indent=2) if as_json else group_document(report).text())
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -89,7 +90,7 @@ def command(
     second one to compare it with. With --image, a vision model's heads are shown over the patches of the image.
     """
     if examples:
-        return _list()
+        return _list(as_json)
     if image:
         for_texts = {"the text": text, "--example": example, "--pieces": pieces}
         _check_image_alone(for_texts | {"--truncate": truncate})
@@ -277,9 +278,12 @@ def _corpus_roles(result: Any) -> dict[str, Any]:
     return {"roles": {f"{layer}.{head}": roles for (layer, head), roles in sorted(corpus_roles[1].items())}}
 
 
-def _list() -> None:
+def _list(as_json: bool) -> None:
     from ..inspection.examples import EXAMPLES
 
+    if as_json:
+        echo(json.dumps({name: asdict(example) for name, example in EXAMPLES.items()}, indent=2, ensure_ascii=False))
+        return
     for name, example in EXAMPLES.items():
         echo(f"{name:<8} {example.text}\n{'':<8} {example.question}")
     echo("\nheadwise inspect --example NAME shows what the heads do with it.")

@@ -16,7 +16,7 @@ from ..terminal import console, echo
 from .checks import check_output_folder
 from .options import PATH, Whole, json_option, seed_option, training_option
 from .progress import progress_bars
-from .ranks import SingleProcess, joined_ranks
+from .ranks import SingleProcess, joined_ranks, only_run
 from .requirements import check_requirements
 
 OUT = Path("lab")
@@ -63,6 +63,7 @@ def command(
         _list(as_json)
         return
     from ..lab.claims import claim_numbers, load_claim
+    from ..lab.result_page import stem
     from ..lab.session import measure, write_result
     from ..lab.store import DEFAULT, FULL, Lab
     from ..models.loading.locate import cache
@@ -86,9 +87,10 @@ def command(
         lab = Lab(budget, seed, device, work, progress, ranks=rank_group, over=over)
         for index, number in enumerate(numbers):
             progress(f"claim {number}", index, len(numbers))
-            records.append(measure(number, lab))
-            if ranks.first:
-                write_result(records[-1], out)
+            with only_run(out / stem(number), ranks):  # claims may be measured side by side
+                records.append(measure(number, lab))
+                if ranks.first:
+                    write_result(records[-1], out)
     if not ranks.first:
         return
     if as_json:

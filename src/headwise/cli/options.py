@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -45,6 +46,16 @@ class Whole(click.ParamType):
         number: int = click.INT.convert(value, param, context)
         if not self.least <= number <= self.largest:
             self.fail(f"{number} is not in the range {self.least:,} to {self.largest:,}", param, context)
+        return number
+
+
+class FiniteRange(click.FloatRange):
+    """A number within bounds. Click takes nan, which is neither too small nor too large."""
+
+    def convert(self, value: Any, param: click.Parameter | None, context: click.Context | None) -> float:
+        number: float = super().convert(value, param, context)
+        if not math.isfinite(number):
+            self.fail(f"{number} is not a finite number", param, context)
         return number
 
 

@@ -28,7 +28,7 @@ from .options import (
     training_option,
 )
 from .progress import progress_bars
-from .ranks import SingleProcess, joined_ranks
+from .ranks import SingleProcess, joined_ranks, only_run
 from .requirements import check_requirements
 
 if TYPE_CHECKING:
@@ -48,7 +48,9 @@ def _scores() -> Iterable[str]:
 
 
 @click.command
-@texts_option(help="A text file with one text per line, or a .jsonl file; half of the texts score, the others measure.")
+@texts_option(
+    help="A text file with one text per line, or a .jsonl file; one half scores the heads, the other measures."
+)
 @click.option("--out", type=PATH, required=True, help="Directory for the pruned model; a new one.")
 @model_option
 @click.option("--labels", type=PATH, help="A file with one label per line; for encoder-decoders one text per line.")
@@ -131,7 +133,7 @@ def command(
         shares, score, budget, unit, per, steps, zero, compensate, allow_empty, recover, batch, context, seed,
         compare_scores,
     )  # fmt: skip
-    with joined_ranks() as ranks:
+    with joined_ranks() as ranks, only_run(out, ranks):
         report = _prune(
             model, texts, labels, field, options, out, plan, curve, overwrite, formats, _rank_options(ranks, out, over)
         )

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from ..terminal import echo
-from .options import PATH, Whole
+from .options import PATH, FiniteRange, Whole
 from .requirements import check_requirements
 
 
@@ -23,7 +23,7 @@ from .requirements import check_requirements
 @click.option("--host", default="127.0.0.1", help="Address to listen on; browsers elsewhere need the printed token.")
 @click.option("--port", type=Whole(0, 65535), default=7447, help="Port to listen on; 0 for any free one.")
 @click.option("--max-characters", type=Whole(1), default=40_000, help="Longest text accepted.")
-@click.option("--max-seconds", type=click.FloatRange(0.1), default=60.0, help="Longest time for one forward pass.")
+@click.option("--max-seconds", type=FiniteRange(0.1), default=60.0, help="Longest time for one forward pass.")
 def command(
     models: tuple[str, ...],
     text: str | None,

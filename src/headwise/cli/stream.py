@@ -13,8 +13,19 @@ import click
 from ..errors import HeadwiseError
 from ..terminal import echo
 from .checks import check_not_replaced
-from .options import BYTES, PATH, Whole, context_option, field_option, json_option, seed_option, texts_option
+from .options import (
+    BYTES,
+    PATH,
+    FiniteRange,
+    Whole,
+    context_option,
+    field_option,
+    json_option,
+    seed_option,
+    texts_option,
+)
 from .progress import pieces_named, progress_bars
+from .ranks import only_run
 
 if TYPE_CHECKING:
     from ..prune.stream_report import StreamOptions, StreamReport
@@ -29,19 +40,33 @@ LARGEST = 1 << 20  # tokens
 )
 @texts_option(
     required=False,
-    help="Long texts, one per line, or a .jsonl file; KV heads are chosen on the first half, and all is measured on "
-    "the second. By default the bundled novel.",
+    help="Long texts, one per line, or a .jsonl file; KV heads are chosen on the first half, and everything is "
+    "measured on the second. By default the bundled novel.",
 )
 @click.option("--out", type=PATH, required=True, help="Directory for the plan and its report; a new one.")
 @field_option
-@click.option("--share", type=float, show_default="0.5", help="Share of the KV heads that stream.")
-@click.option("--cache-bytes", type=BYTES, metavar="SIZE", help="Instead of --share: the cache at --context, 20MiB.")
-@click.option("--max-loss", type=float, metavar="SHARE", help="Instead of --share: the largest rise of the loss, 0.01.")
+@click.option("--share", type=FiniteRange(0, 1), show_default="0.5", help="Share of the KV heads that stream.")
+@click.option(
+    "--cache-bytes",
+    type=BYTES,
+    metavar="SIZE",
+    help="Instead of --share: the size of the cache at --context, such as 20MiB.",
+)
+@click.option(
+    "--max-loss",
+    type=FiniteRange(0),
+    metavar="SHARE",
+    help="Instead of --share: the largest rise of the loss, such as 0.01 for 1 %.",
+)
 @click.option("--window", type=Whole(1, LARGEST), default=256, help="Recent keys that a streaming head keeps.")
 @click.option("--keep-first", type=Whole(0, LARGEST), default=4, help="First keys that a streaming head keeps.")
 @context_option(4096, "Tokens per piece of text, at most the trained length.", least=2, largest=LARGEST)
 @click.option(
-    "--limit", type=Whole(1), metavar="TOKENS", show_default="all", help="Tokens of text in each half, whole pieces."
+    "--limit",
+    type=Whole(1),
+    metavar="TOKENS",
+    show_default="all",
+    help="Tokens of text in each half at most, in whole pieces.",
 )
 @click.option("--needles", type=Whole(0, 1000), default=8, help="Needle prompts per depth; 0 for none.")
 @click.option("--draws", type=Whole(1, 1000), default=10, help="Random choices to compare with.")
@@ -66,8 +91,6 @@ def command(
     """
     if sum(value is not None for value in (share, cache_bytes, max_loss)) > 1:
         raise HeadwiseError("--share, --cache-bytes and --max-loss each say which heads stream; give one of them")
-    if share is not None and not 0 <= share <= 1:
-        raise HeadwiseError(f"--share is a number from 0 to 1, got {share:g}")
     lengths = _contexts(contexts)
     from ..prune.output_directory import check_output
     from ..prune.stream_report import StreamOptions, stream_document
@@ -77,7 +100,8 @@ def command(
     options = StreamOptions(
         share, cache_bytes, max_loss, window, keep_first, context, limit, needles, draws, lengths, seed
     )  # fmt: skip
-    report = _stream(model, texts, field, options, out, overwrite)
+    with only_run(out):
+        report = _stream(model, texts, field, options, out, overwrite)
     echo(json.dumps(report.to_json(), indent=2) if as_json else stream_document(report).text())
 
 

@@ -10,7 +10,10 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 # Python arguments that the library recommends; the commands have options of the same names
-ARGUMENTS = ("allow_empty", "device", "image", "keep", "out", "overwrite", "port", "step", "token", "truncate")
+ARGUMENTS = (
+    "allow_empty", "device", "host", "image", "keep", "length", "out", "overwrite", "port", "step", "token", "truncate",
+)  # fmt: skip
+OTHER_NAMES = {"length": "context"}  # arguments whose options have another name
 ARGUMENT = re.compile(
     rf"""\b(?P<name>{"|".join(ARGUMENTS)})=(?:True\b|"(?P<quoted>[^"]*)"|(?P<value>[\w.]+))?|\bto_json\(\)"""
     r"|(?<=give )(?P<bare>head_dim)\b"
@@ -55,4 +58,5 @@ def _option(match: re.Match[str]) -> str:
     if match["name"] is None:
         return "--json"
     value = match["quoted"] or match["value"]
-    return f"--{match['name'].replace('_', '-')}" + (f" {value}" if value else "")
+    name = OTHER_NAMES.get(match["name"], match["name"])
+    return f"--{name.replace('_', '-')}" + (f" {value}" if value else "")

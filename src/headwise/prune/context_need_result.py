@@ -266,7 +266,7 @@ class ContextNeed:
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> ContextNeed:
         """Read a file that `save` wrote."""
-        return cls.from_json(load_document(path, "context need"))
+        return load_document(path, "context need", cls.from_json)
 
     def __str__(self) -> str:
         texts = "1 sequence" if len(self.tokens) == 1 else f"{len(self.tokens)} sequences"

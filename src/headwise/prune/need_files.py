@@ -52,7 +52,7 @@ class NeedFiles:
         try:
             return ContextNeed.load(path)
         except CheckpointError as error:
-            raise CheckpointError(f"{str(path)!r} cannot be read ({error}); remove it to measure it again") from error
+            raise CheckpointError(f"{error}; remove the file to measure it again") from error
 
     def save(self, batch: Any, need: ContextNeed) -> None:
         need.save(self.path(batch))

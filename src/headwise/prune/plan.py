@@ -139,7 +139,7 @@ def _competitions(
     if isinstance(keep, Mapping):
         unknown = [kind for kind in keep if kind not in kinds]
         if unknown:
-            raise HeadwiseError(f"no {unknown[0]!r} attention here; there are {', '.join(kinds)}")
+            raise HeadwiseError(f"the model has no {unknown[0]!r} attention; its kinds are {', '.join(kinds)}")
         by_share = [([layer for layer in layers if layer.kind == kind], float(keep.get(kind, 1.0))) for kind in kinds]
     else:
         by_share = [(layers, float(keep))]

@@ -143,7 +143,7 @@ def _cut(tokenizer: Any, texts: list[str], length: int, part: int) -> tuple[list
     if not pieces:
         raise HeadwiseError(
             f"the half of the texts to {PARTS[part]} on has {len(ids):,} tokens, and a piece has {length:,}; give more "
-            "texts, in several paragraphs, or a smaller length"
+            "texts, in several paragraphs, or a smaller length="
         )
     return texts[half], pieces
 

@@ -12,16 +12,14 @@ import os
 import secrets
 import shutil
 import socket
-import sys
 import tempfile
 import time
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from ..errors import CheckpointError, HeadwiseError
-from ..files import write_atomically
+from ..files import Lock, write_atomically
 from .process_group import ORPHAN_GRACE, ORPHAN_POLL
 from .ranks import Ranks
 
@@ -99,13 +97,6 @@ def _begin(folder: Path, lock: Lock, content: Mapping[str, str], token: str, wai
     lock.share()  # now the other ranks can
 
 
-def _make_folder(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise CheckpointError(f"{str(folder)!r} cannot be made: {error.strerror or error}") from error
-
-
 def _check_content(folder: Path, content: Mapping[str, str]) -> None:
     previous = _read_run_file(folder).get("content")
     if not isinstance(previous, dict):
@@ -148,76 +139,3 @@ def _remove_if_done(folder: Path) -> None:
             (folder / name).unlink(missing_ok=True)
         with suppress(OSError):  # it has files of the user's
             folder.rmdir()
-
-
-class Lock:
-    """A lock file: exclusive to the first rank at the beginning, then shared by all ranks of the run."""
-
-    def __init__(self, path: Path) -> None:
-        self.path, self.handle = path, -1
-
-    def acquire(self, wait: float) -> None:
-        """Lock it exclusively, after this many seconds at most: no rank of another run is at work here."""
-        end = time.monotonic() + wait
-        while True:
-            try:
-                _make_folder(self.path.parent)
-                self._open(os.O_CREAT)
-            except CheckpointError as error:
-                # the ranks of a killed agent may have finished, and removed the folder, between the two calls
-                if not isinstance(error.__cause__, FileNotFoundError) or time.monotonic() > end:
-                    raise
-                continue
-            locked = self._try(exclusive=True)
-            if locked is None:
-                warnings.warn(f"{str(self.path.parent)!r} cannot be locked here; start one run at a time", stacklevel=2)
-                return
-            if locked and os.fstat(self.handle).st_nlink:
-                os.truncate(self.handle, 0)
-                os.write(self.handle, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
-                return
-            if not locked and time.monotonic() > end:
-                raise CheckpointError(self._in_use_message())
-            self.release()  # the other run has removed the file at its end, or is still at work
-            time.sleep(0.1)
-
-    def share(self) -> None:
-        """Lock it together with the other ranks of this run."""
-        self._open(0)
-        if self._try(exclusive=False) is False:
-            raise CheckpointError(self._in_use_message())
-
-    def release(self) -> None:
-        if self.handle >= 0:
-            os.close(self.handle)
-            self.handle = -1
-
-    def _in_use_message(self) -> str:
-        holder = ""
-        with suppress(OSError):
-            holder = self.path.read_text(encoding="utf-8", errors="replace").strip()[:100]
-        return (
-            f"{str(self.path.parent)!r} is in use by another run ({holder or 'of unknown process'}); wait for its end, "
-            "or give another folder"
-        )
-
-    def _open(self, flags: int) -> None:
-        if self.handle < 0:
-            try:
-                self.handle = os.open(self.path, os.O_RDWR | flags, 0o666)
-            except OSError as error:
-                raise CheckpointError(f"{str(self.path)!r} cannot be opened: {error.strerror or error}") from error
-
-    def _try(self, exclusive: bool) -> bool | None:
-        """Whether the file is locked now; None where the file system, or the operating system, has no locks."""
-        if sys.platform == "win32":
-            return None
-        import fcntl
-
-        try:
-            fcntl.flock(self.handle, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        except OSError:
-            return None
-        return True

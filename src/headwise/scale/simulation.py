@@ -72,7 +72,7 @@ def simulate(
     simulated: Iterable[int] | None = None,
     ways: Iterable[str] = ("heads", "sequence", "weights"),
 ) -> list[SimulatedRank]:
-    """Run one layer of a decoder, forward and backward, as some of the ranks, and count the bytes that each sends.
+    """Run one layer of a model, forward and backward, as some of the ranks, and count the bytes that each sends.
 
     This needs no cluster: one process acts as one rank after another; the other ranks are only simulated.
 
@@ -115,7 +115,7 @@ def simulate(
 
 
 def _shape(model: str | Mapping[str, Any]) -> Shape:
-    """The shape of one layer of a decoder."""
+    """The shape of one layer, of a decoder or an encoder."""
     if isinstance(model, str):
         shape = famous_shape(model)
     else:
@@ -126,7 +126,7 @@ def _shape(model: str | Mapping[str, Any]) -> Shape:
     if shape.decoder_layers:
         raise UnsupportedError("an encoder-decoder is not simulated; a model of one stack is")
     window = shape.window[0] if isinstance(shape.window, tuple) else shape.window
-    return replace(shape, layers=1, vocab=1, window=window, head=None)
+    return replace(shape, layers=1, vocab=1, window=window, head=None, pooler=False)
 
 
 @contextmanager

@@ -249,7 +249,7 @@ def _listening_socket(host: str, port: int) -> Any:
     except (OSError, TypeError, ValueError) as error:  # each of them for some name that is no host
         listener.close()
         reason = getattr(error, "strerror", None) or error
-        raise HeadwiseError(f"{host} port {port} cannot be served: {reason}; choose another port=") from error
+        raise HeadwiseError(f"{host} port {port} cannot be served: {reason}; choose another host= or port=") from error
     return listener
 
 

@@ -12,13 +12,6 @@ KV_HEADS = (
     "num_key_value_heads", "n_head_kv", "num_kv_heads", "multi_query_group_num", "num_attention_groups", "n_kv_heads",
     "num_query_groups", "kv_n_heads",
 )  # fmt: skip
-# types without grouped keys in transformers, which does not use a number of KV heads in their files
-MULTI_HEAD = frozenset({
-    "albert", "bert", "bert-generation", "biogpt", "bloom", "camembert", "codegen", "ctrl", "deberta", "deberta-v2",
-    "electra", "ernie", "esm", "gpt2", "gpt_neo", "gpt_neox", "gpt_neox_japanese", "gptj", "longformer", "longt5",
-    "megatron-bert", "modernbert", "mpnet", "mt5", "opt", "persimmon", "rembert", "roberta", "roberta-prelayernorm",
-    "roformer", "switch_transformers", "t5", "umt5", "vit", "xlm-roberta", "xlm-roberta-xl",
-})  # fmt: skip
 HEAD_DIM = (
     "head_dim",
     "d_kv",

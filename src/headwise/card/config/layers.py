@@ -90,28 +90,32 @@ def _kv_heads(stack: Stack) -> None:
         stack.note("kv_heads", nested["kv_n_heads"], Source("read", node.place("attn_config.kv_n_heads")))
     elif node.model_type in ("falcon", "RefinedWeb", "RefinedWebModel"):
         _falcon(stack, query)
-    elif node.has("multi_query_group_num"):  # ChatGLM
+    elif node.used(("multi_query_group_num",)) and node.has("multi_query_group_num"):  # ChatGLM
         multi_query = node.flag("multi_query_attention")
         stack.read("kv_heads", ("multi_query_group_num",), least=1) if multi_query else _as_many_as_query(stack, query)
-    elif node.flag("multi_query"):
+    elif node.used(("multi_query",)) and node.flag("multi_query"):
         stack.note("kv_heads", 1, Source("derived", "multi_query: one key/value head for all"))
     elif node.model_type == "gpt_bigcode":  # its number of KV heads is used only with multi_query
         _as_many_as_query(stack, query)
     elif stack.side == "decoder" and node.value("decoder_num_key_value_heads") is not None:
         stack.read("kv_heads", ("decoder_num_key_value_heads",), least=1)
-    elif (
-        stack.read("kv_heads", ("encoder_num_key_value_heads",) * (stack.side == "encoder") + names.KV_HEADS, least=1)
-        is None
-    ):
-        _as_many_as_query(stack, query)
+    else:
+        encoder = ("encoder_num_key_value_heads",) * (stack.side == "encoder")
+        if stack.read("kv_heads", encoder + node.used(names.KV_HEADS), least=1) is None:
+            _as_many_as_query(stack, query)
     if node.map.get("num_key_value_heads") in ("encoder_attention_heads", "num_attention_heads"):
         _as_many_as_query(stack, query)
-    if node.model_type in names.MULTI_HEAD and stack.numbers.get("kv_heads") != query:
-        stack.derive("kv_heads", query, f"as many as query heads: {node.model_type} uses no other number")
 
 
 def _as_many_as_query(stack: Stack, query: int) -> None:
-    stack.derive("kv_heads", query, "as many as query heads, since the config has no other number")
+    reason = _unused(stack.node, names.KV_HEADS) or ", since the config has no other number"
+    stack.derive("kv_heads", query, f"as many as query heads{reason}")
+
+
+def _unused(node: Node, keys: Keys) -> str:
+    """That the type does not use a key which the file has, in words; "" where it has none of them."""
+    unused = next((key for key in keys if node.has(key) and key not in node.used(keys)), None)
+    return f"; {node.model_type} does not use {node.place(unused)}" if unused else ""
 
 
 def _falcon(stack: Stack, query: int) -> None:
@@ -128,7 +132,7 @@ def _falcon(stack: Stack, query: int) -> None:
 def _head_dim(stack: Stack) -> None:
     node, query, width = stack.node, stack.numbers["query_heads"], stack.numbers["width"]
     rope, nope = node.amount("qk_rope_head_dim"), node.amount("qk_nope_head_dim")
-    stack.read("latent", ("kv_lora_rank",))
+    stack.read("latent", node.used(("kv_lora_rank",)))
     if stack.numbers["latent"] and rope is not None and nope is not None:
         stack.derive("head_dim", nope + rope, "qk_nope_head_dim + qk_rope_head_dim (head_dim in the file is RoPE's)")
         stack.read("value_dim", ("v_head_dim",), least=1)
@@ -139,10 +143,11 @@ def _head_dim(stack: Stack) -> None:
         return
     stack.numbers["latent"] = None
     stack.sources.pop("latent", None)
-    if stack.read("head_dim", names.HEAD_DIM, least=1) is None and query and width:
+    if stack.read("head_dim", node.used(names.HEAD_DIM), least=1) is None and query and width:
         wide = width * names.TIMES_WIDTH.get(node.model_type, 1)
-        stack.derive("head_dim", max(wide // query, 1), f"width / query heads: {wide} / {query}")
-    stack.read("value_dim", ("v_head_dim",), least=1)
+        rule = f"width / query heads: {wide} / {query}{_unused(node, names.HEAD_DIM)}"
+        stack.derive("head_dim", max(wide // query, 1), rule)
+    stack.read("value_dim", node.used(("v_head_dim",)), least=1)
 
 
 def _ffn(stack: Stack) -> None:
@@ -166,7 +171,7 @@ def _layers(stack: Stack) -> list[Layer]:
         mixers = words or [node.model_type or "no attention"] * depth
         return [Layer(i, stack.numbers["width"] or 0, kind="none", mixer=word) for i, word in enumerate(mixers)]
     stages = _stages(stack, depth)
-    first_shared = depth - (node.amount("num_kv_shared_layers") or 0)
+    first_shared = depth - (node.amount(*node.used(("num_kv_shared_layers",))) or 0)
     cross = _cross(stack, depth)
     layers = []
     for i in range(depth):

@@ -55,6 +55,14 @@ class Node:
                 return self.assumed[key], Source("defaulted", f"{key} of {self.model_type} in {version()}")
         return None, None
 
+    def used(self, keys: tuple[str, ...]) -> tuple[str, ...]:
+        """Those of these keys about heads that the model type uses; all where transformers has no model of the type.
+
+        Files also have keys that nothing reads, such as a head_dim in those of StableLM.
+        """
+        used = self.assumed.get("_uses")
+        return keys if used is None else tuple(key for key in keys if key in used)
+
     def value(self, *keys: str) -> Any:
         return self.find(*keys)[0]
 

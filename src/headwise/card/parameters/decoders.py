@@ -113,7 +113,10 @@ FACTS: dict[str, Facts] = {
     "olmo": Facts(qkv_bias=BIAS, out_bias=BIAS, norm="bare"),
     "olmo2": Facts(qkv_bias=BIAS, out_bias=BIAS, qk_norm="all"),
     "olmo3": Facts(qkv_bias=BIAS, out_bias=BIAS, qk_norm="all"),
-    "olmoe": Facts(qkv_bias=BIAS, out_bias=BIAS, layer={"norms": lambda s: s.w + s.k}, experts=MIXTRAL),
+    "olmoe": Facts(
+        qkv_bias=BIAS, out_bias=BIAS, experts=MIXTRAL,
+        layer={"norms": lambda s: s.w + s.w // s.h * s.g},  # of q and k, whatever head_dim says
+    ),
     "flex_olmo": Facts(qkv_bias=BIAS, out_bias=BIAS, qk_norm="all", experts=MIXTRAL),
     # Phi, StableLM, Nemotron, StarCoder2
     "phi": Facts(

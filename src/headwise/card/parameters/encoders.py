@@ -53,7 +53,7 @@ def deberta_attention(s: Sizes) -> int:
 
 
 def deberta2_attention(s: Sizes) -> int:
-    size = 3 * lin(s.w, s.q) + lin(s.q, s.w)
+    size = 3 * lin(s.w, s.q) + lin(s.w, s.w)  # W_O is square, whatever attention_head_size says
     if s("relative_attention") and not s("share_att_key"):
         pairs = s.node.value("pos_att_type") or []
         size += (lin(s.w, s.q) if "c2p" in pairs else 0) + (lin(s.w, s.q) if "p2c" in pairs else 0)

@@ -14,7 +14,7 @@ from ...terminal import echo, one_line
 from ..checks import check_output_folder, make_folder
 from ..options import Whole, context_option, field_option, json_option, model_option, seed_option, texts_option
 from ..progress import progress_bars
-from ..ranks import SingleProcess, joined_ranks
+from ..ranks import SingleProcess, joined_ranks, only_run
 from ..requirements import check_requirements
 from .files import out_option, print_atlas, table_options, write_atlas
 
@@ -32,9 +32,13 @@ UNFINISHED = "unfinished.safetensors"  # in the output directory: the sums of an
 @click.option("--limit", type=Whole(1), help="Texts at most.")
 @context_option(512, "Tokens per text at most.", least=4)
 @field_option
-@click.option("--part", metavar="I/N", help="Only every N-th text, from the I-th on, counted from 0; see merge.")
 @click.option(
-    "--probes", metavar="NAMES", help="Also measure roles that need inputs of their own: all, or names with commas."
+    "--part", metavar="I/N", help="Only every N-th text, beginning with text I, counted from 0; merge joins the parts."
+)
+@click.option(
+    "--probes",
+    metavar="NAMES",
+    help="Also measure roles that need inputs of their own: all, or names separated by commas.",
 )
 @seed_option("Seed of the random tokens that measure induction, and of the probes.")
 @table_options
@@ -50,17 +54,22 @@ def command(
     share, probe_list = parse_part(part), parse_probes(probes)
     if out is not None:
         check_output_folder(out)
+    if head is not None:
+        from ...roles.atlas.result import parse_head
+
+        parse_head(head)  # before anything is measured
     check_requirements("models", models=[model])
     with joined_ranks() as ranks:
         if ranks.count > 1 and part is not None:
             raise HeadwiseError("torchrun shares the texts among its ranks itself; leave out --part")
         options = {"limit": limit, "length": context, "field": field, "seed": seed, "probes": probe_list}
-        with _resumption_named(out):
-            atlas = _measure(texts, model, out, share, ranks, options)
-        if out is not None and ranks.first:
-            write_atlas(atlas, out)
-            if ranks.count == 1:
-                (out / UNFINISHED).unlink(missing_ok=True)  # only now is everything that was measured on disk
+        with only_run(out, ranks):
+            with _resumption_named(out):
+                atlas = _measure(texts, model, out, share, ranks, options)
+            if out is not None and ranks.first:
+                write_atlas(atlas, out)
+                if ranks.count == 1:
+                    (out / UNFINISHED).unlink(missing_ok=True)  # only now is everything that was measured on disk
         if ranks.first:
             print_atlas(atlas, head, best, as_json)
 

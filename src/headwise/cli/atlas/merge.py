@@ -8,6 +8,7 @@ import click
 
 from ..checks import check_output_folder
 from ..options import PATH, json_option
+from ..ranks import only_run
 from .files import load_atlas, out_option, print_atlas, table_options, write_atlas
 
 
@@ -28,5 +29,6 @@ def command(
         check_output_folder(out)
     atlas = load_atlas(first).merge(*map(load_atlas, others))
     if out is not None:
-        write_atlas(atlas, out)
+        with only_run(out):
+            write_atlas(atlas, out)
     print_atlas(atlas, head, best, as_json)

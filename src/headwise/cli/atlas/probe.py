@@ -9,6 +9,7 @@ import click
 from ..checks import check_output_folder
 from ..options import PATH, json_option, model_option, seed_option
 from ..progress import progress_bars
+from ..ranks import only_run
 from .files import load_atlas, print_atlas, table_options, write_atlas
 from .measure import parse_probes
 
@@ -16,7 +17,7 @@ from .measure import parse_probes
 @click.command
 @click.argument("atlas", type=PATH)
 @model_option
-@click.option("--probes", metavar="NAMES", default="all", help="All, or names with commas.")
+@click.option("--probes", metavar="NAMES", default="all", help="all, or names separated by commas.")
 @seed_option("Seed of the probes' inputs.")
 @table_options
 @json_option
@@ -29,11 +30,12 @@ def command(atlas: Path, model: str, probes: str, seed: int, head: str | None, b
     from ...roles.atlas.build import add_probes
 
     names = parse_probes(probes)
-    existing = load_atlas(atlas)
+    load_atlas(atlas)  # a file that is none of an atlas is refused before its directory is locked
     check_output_folder(atlas.parent)
-    with progress_bars() as progress:
+    with only_run(atlas.parent), progress_bars() as progress:
         result = add_probes(
-            existing, model, probes=names, seed=seed, progress=lambda step, total: progress("probes", step, total)
-        )
-    write_atlas(result, atlas.parent)
+            load_atlas(atlas), model, probes=names, seed=seed,
+            progress=lambda step, total: progress("probes", step, total),
+        )  # fmt: skip
+        write_atlas(result, atlas.parent)
     print_atlas(result, head, best, as_json)

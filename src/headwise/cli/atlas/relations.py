@@ -14,6 +14,7 @@ from ...terminal import echo
 from ..checks import check_output_folder, make_folder
 from ..options import PATH, json_option, model_option, seed_option
 from ..progress import progress_bars
+from ..ranks import only_run
 from .files import load_atlas, write_atlas
 
 if TYPE_CHECKING:
@@ -53,14 +54,16 @@ def command(
     for folder in (out, atlas and atlas.parent):
         if folder is not None:
             check_output_folder(folder)
-    existing = None if atlas is None else load_atlas(atlas)
-    result = _measure(conllu, report, model, seed)
-    if out is not None:
-        make_folder(out)
-        result.save(out / "relations.json")
-        echo(f"wrote relations.json to {out}", err=True)
-    if atlas is not None and existing is not None:
-        write_atlas(replace(existing, relations=result), atlas.parent)
+    if atlas is not None:
+        load_atlas(atlas)  # a file that is none of an atlas is refused before its directory is locked
+    with only_run(None if atlas is None else atlas.parent):
+        result = _measure(conllu, report, model, seed)
+        if out is not None:
+            make_folder(out)
+            result.save(out / "relations.json")
+            echo(f"wrote relations.json to {out}", err=True)
+        if atlas is not None:
+            write_atlas(replace(load_atlas(atlas), relations=result), atlas.parent)
     echo(json.dumps(result.to_json(), ensure_ascii=False) if as_json else str(result))
 
 

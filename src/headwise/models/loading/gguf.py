@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ...errors import CheckpointError
+from ...errors import CheckpointError, HeadwiseError
 from ...files import write_folder_atomically
 from ...json_documents import parse_json
 from ...terminal import echo
@@ -173,8 +173,19 @@ def convert(path: Path, folder: Path, *, quiet: bool = False) -> None:
     except (OSError, CheckpointError):
         raise
     except Exception as error:  # the reader raises any kind of error on a broken file
-        words = " ".join(str(error).split())[:LONGEST_MESSAGE] or type(error).__name__
+        words = _header_problem(path) or " ".join(str(error).split())[:LONGEST_MESSAGE] or type(error).__name__
         raise CheckpointError(f"{str(path)!r} cannot be read as GGUF: {words}") from error
+
+
+def _header_problem(path: Path) -> str:
+    """What is wrong with the header of a GGUF file, in words; "" where it can be read."""
+    from ...card.sources.gguf import read
+
+    try:
+        read(path)
+    except HeadwiseError as problem:
+        return str(problem)
+    return ""
 
 
 def _convert_own(reader: Any, folder: Path) -> None:

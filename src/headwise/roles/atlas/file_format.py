@@ -88,7 +88,10 @@ def load(path: str | os.PathLike[str]) -> Atlas:
         raise HeadwiseError(f"atlas {str(path)!r} cannot be read: {error.strerror or error}") from error
     except ValueError as error:
         raise HeadwiseError(f"{str(path)!r} is no atlas: it is not JSON ({in_words(error)})") from None
-    atlas = from_json(data)
+    try:
+        atlas = from_json(data)
+    except HeadwiseError as error:
+        raise HeadwiseError(f"{str(path)!r} cannot be read: {error}") from error
     sums_file = os.fspath(path) + SUMS
     if not os.path.exists(sums_file):
         return atlas

@@ -153,10 +153,7 @@ class Atlas:
     def head_key(self, head: str | tuple[Any, ...]) -> tuple[str, int, int]:
         """(kind, layer, head) of a head in any of its spellings; raises an error for an unknown head."""
         if isinstance(head, str):
-            kind, _, name = head.strip().rpartition(" ")
-            layer, number = (whole_number(side) for side in (name.partition(".")[0], name.partition(".")[2]))
-            if layer is None or number is None:
-                raise HeadwiseError(f"a head is written layer.head, such as 3.1, got {head[:60]!r}")
+            kind, layer, number = parse_head(head)
             head = (kind or next(iter(self.layers)), layer, number)
         key = head if len(head) == 3 else (next(iter(self.layers)), *head)
         if key not in set(self):
@@ -277,3 +274,12 @@ class Atlas:
 def round_digits(x: float) -> float | None:
     """A number with DIGITS after the point; None for NaN, which JSON does not have."""
     return None if np.isnan(x) else round(float(x), DIGITS)
+
+
+def parse_head(text: str) -> tuple[str, int, int]:
+    """ "cross 3.1" as ("cross", 3, 1); the kind of "3.1" is empty."""
+    kind, _, name = text.strip().rpartition(" ")
+    layer, number = (whole_number(side) for side in (name.partition(".")[0], name.partition(".")[2]))
+    if layer is None or number is None:
+        raise HeadwiseError(f"a head is written layer.head, such as 3.1, got {text[:60]!r}")
+    return kind, layer, number

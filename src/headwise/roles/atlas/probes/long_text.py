@@ -25,7 +25,8 @@ def paragraphs(texts: Sequence[str] | None = None, split: tuple[int, int] = (0, 
         texts = text.splitlines()
     selected = [text.strip() for text in list(texts)[split[0] :: split[1]] if text.strip()]
     if not selected:
-        raise HeadwiseError(f"there is no text in part {split[0]} of {split[1]}; give more texts")
+        part = "" if split[1] == 1 else f" in part {split[0]} of {split[1]}"
+        raise HeadwiseError(f"there is no text{part}; give more texts that are not empty")
     return selected
 
 
