@@ -37,6 +37,13 @@ def test_card_prints_heads_sources_and_words(capsys: pytest.CaptureFixture[str],
     assert "6 query heads share 2 key/value heads in groups of 3 (GQA)" in out
 
 
+@pytest.mark.parametrize(("model", "total"), [("minilm", 22_713_216), ("smollm2", 134_515_008)])
+def test_card_and_diff_take_bundled_names(capsys: pytest.CaptureFixture[str], model: str, total: int) -> None:
+    document = json.loads(printed(capsys, "card", model, "--json"))
+    assert (document["name"], document["parameters"]["total"]) == (model, total)
+    assert printed(capsys, "diff", model, model).strip() == f"{model} and {model} have the same shape."
+
+
 def test_card_lists_every_layer(capsys: pytest.CaptureFixture[str]) -> None:
     out = printed(capsys, "card", "gpt-oss-20b", "--layers")
     rows = [line.split() for line in out.splitlines() if line.startswith("model ")]

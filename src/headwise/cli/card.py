@@ -51,7 +51,8 @@ def command(
 
     Heads, KV heads, exact parameter counts, KV cache and FLOPs, in numbers and in words.
 
-    MODEL is a config.json, a directory, a .safetensors or .gguf file, a famous name (bert-base, llama3-8b) or a hub id.
+    MODEL is a config.json, a directory, a .safetensors or .gguf file, a famous name (bert-base, llama3-8b), a bundled
+    one (minilm, smollm2) or a hub id.
     """
     if design is not None:
         if model is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ..errors import UnsupportedError
@@ -31,9 +32,7 @@ def show_card(
     as_json: bool = False,
 ) -> None:
     """Read a card and print it; memory: bytes for which the longest context is printed."""
-    from ..card.reading import read
-
-    card = read(model)
+    card = read_card(model)
     if source is not None and not any(layer.role == "cross" for part in card.parts for layer in part.layers):
         raise UnsupportedError(f"--source is for cross-attention, of which {card.name} has none; leave it out")
     length = context or card.main.numbers.get("context") or 4096
@@ -48,13 +47,23 @@ def show_card(
         _print(f"A cache of {format_bytes(memory)} holds {fitting}.")
 
 
+def read_card(model: str) -> Card:
+    """The card of a bundled model by its name, or of anything that `headwise.card.read` takes."""
+    from ..card.reading import read
+    from ..models.loading.locate import BUNDLED
+
+    if model not in BUNDLED:
+        return read(model)
+    return replace(read(BUNDLED[model].path()), name=model)
+
+
 def show_diff(
     first: str, second: str, *, context: int = 32_768, dtype: str = "bf16", batch: int = 1, as_json: bool = False
 ) -> None:
     """Compare two cards and print what differs."""
     from ..card.differences import diff
 
-    difference = diff(first, second, context=context, dtype=dtype, batch=batch)
+    difference = diff(read_card(first), read_card(second), context=context, dtype=dtype, batch=batch)
     if as_json:
         _print_json(difference.to_json())
     else:
