@@ -524,7 +524,7 @@ def _window_of(cache: KVCache, window: Window | None, keep_first: KeepFirst) -> 
     """A sliding cache implies its window."""
     if not isinstance(cache, SlidingCache):
         return window
-    if keep_first != 0:
+    if type(keep_first) is not int or keep_first != 0:
         raise CacheError("a SlidingCache drops the first keys, which keep_first would need; use a KVCache()")
     if window is None:
         return cache.window - 1, 0
