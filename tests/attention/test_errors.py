@@ -228,14 +228,35 @@ def test_weights_of_no_queries_has_no_rows():
         weights(q, k, rows=[0])
 
 
-OF_BOTH = [words for words, (given, *_) in NAMED.items() if set(given) <= {"q", "k", "v"} and "torch" not in words]
+OF_BOTH = [words for words in NAMED if not re.search(r"torch|meta|device|tensor|offset.* got (1\.0|True|\[)", words)]
 
 
-@pytest.mark.parametrize("words", [words for words in OF_BOTH if "device" not in words])
-def test_the_reference_raises_the_same_messages(words):
+@pytest.mark.parametrize("function", [reference.attend, reference.head_stats], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("words", OF_BOTH)
+def test_the_reference_raises_the_same_messages(words, function):
     given, kind, _ = NAMED[words]
     with pytest.raises(kind, match=says(words)):
-        reference.attend(*(t.numpy() for t in inputs(**given).values()))
+        function(**{name: t.numpy() if isinstance(t, torch.Tensor) else t for name, t in inputs(**given).items()})
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (
+            {"offset": 1.5},
+            "offset must be 2 whole numbers, one per sequence, got numbers that are not whole of shape ()",
+        ),
+        ({"offset": True}, "offset must be 2 whole numbers, one per sequence"),
+        ({"lengths": 3}, "lengths must be 2 whole numbers, one per sequence, got whole numbers of shape ()"),
+        ({"gates": np.ones(B * H)}, "gates must be one number per query head, shape (6,) or (2, 6), got (12,)"),
+        ({"v": None}, "v must be (B, Hkv, Tk, Dv), got ()"),
+    ],
+    ids=str,
+)
+def test_the_reference_takes_no_numbers_of_another_shape(given, words):
+    arrays = {name: t.numpy() for name, t in inputs().items()}
+    with pytest.raises(HeadwiseError, match=re.escape(words)):
+        reference.attend(**arrays | given)
 
 
 MEANT = {
