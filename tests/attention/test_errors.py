@@ -189,8 +189,9 @@ def test_weights_names_the_same_invalid_arguments(words):
             {"classes": {"rare": whole(B, TK)}},
             "class 'rare' must be True/False of shape (B, Tk) = (2, 7), got torch.int64 (2, 7)",
         ),
+        ({"classes": {7: yes(B, TK)}}, "the names of classes must be strings, got 7"),
     ],
-    ids=["queries of a wrong shape", "queries as floats", "a class of a wrong shape", "a class as ints"],
+    ids=["queries of a wrong shape", "queries as floats", "a class of a wrong shape", "a class as ints", "no name"],
 )
 def test_head_stats_names_invalid_queries_and_classes(given, words):
     with pytest.raises(MaskError, match=says(words)):

@@ -246,6 +246,8 @@ def head_stats(
     """attend's output and the statistics of each head, computed from all T x T weights. Arguments as head_stats."""
     check_options(options, (*ATTEND, "seed"))
     size = validation.sizes(q, k, v)
+    if isinstance(classes, dict):
+        classes = {name: np.asarray(keys) for name, keys in classes.items()}
     validation.check_classes(classes or {}, size, lambda keys: keys.dtype == bool)
     counted = np.ones((size.batch, size.queries), bool) if queries is None else np.asarray(queries)
     validation.check_queries(counted, size, counted.dtype == bool)
@@ -256,7 +258,7 @@ def head_stats(
         rows.weights,  # (B, H, Tq, Tk), before dropout
         offset=_offsets(size, offset),
         queries=counted,
-        classes={name: np.asarray(keys) for name, keys in (classes or {}).items()},
+        classes=classes,
         cross=cross,
         sinks=options.get("sinks") is not None,
         visible=visible(q, k, **_visibility_options(options)),

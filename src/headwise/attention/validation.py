@@ -211,6 +211,8 @@ def check_classes(classes: Mapping[str, Any], size: Sizes, is_bool: Any) -> None
     if not isinstance(classes, dict):
         raise MaskError(f"classes must be a dict from names to (B, Tk) True/False, got {type(classes).__name__}")
     for name, keys in classes.items():
+        if not isinstance(name, str):
+            raise MaskError(f"the names of classes must be strings, got {one_line(name)}")
         if tuple(keys.shape) != (size.batch, size.keys) or not is_bool(keys):
             want = shown((size.batch, size.keys))
             raise MaskError(

@@ -401,7 +401,8 @@ class MultiHeadAttention(nn.Module):
         }  # fmt: skip
         slopes = None
         if isinstance(position, Alibi):
-            slopes = torch.tensor(position.for_heads(self.heads.query), device=query.device)
+            exact = torch.promote_types(query.dtype, torch.float32)  # and not torch.get_default_dtype()
+            slopes = torch.tensor(position.for_heads(self.heads.query), dtype=exact, device=query.device)
         return Projected(q, k, v, options, slopes)
 
     def _is_plain(self) -> bool:
