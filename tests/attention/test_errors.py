@@ -88,6 +88,7 @@ SIGHTS = [
     ({"mask": x(TQ, TK) + 0j}, f"{KINDS}, got torch.complex64"),
     ({"mask": np.ones((TQ, TK), bool)}, "mask must be a tensor, got ndarray; use torch.as_tensor(mask)"),
     ({"mask": yes(TQ, TK).to("meta")}, "mask is on meta and q on cpu; use mask.to(q.device)"),
+    ({"mask": x(TQ, TK).to_sparse()}, "mask must be a dense tensor, got a torch.sparse_coo one; use a padded tensor"),
     ({"window": (-1, 0)}, "window's left side must be None or a whole number of at least 0, got -1"),
     ({"window": (None, -3)}, "window's right side must be None or a whole number of at least 0, got -3"),
     ({"window": (2.5, 0)}, "window's left side must be None or a whole number of at least 0, got 2.5"),
@@ -97,6 +98,10 @@ SIGHTS = [
         {"window": (1, 2, 3)},
         "window must be a pair (left, right), None for open, or one pair per query head, got",
     ),
+    (
+        {"window": whole(H, 2)},
+        "window must be a pair (left, right), None for open, or one pair per query head, got tensor([[1, 1], [1, 1],",
+    ),
     ({"window": [(1, 0), (2, 0)]}, "window has 2 pairs (left, right) and there are 6 query heads; give one per head"),
     (
         {"window": [(1, 0)] * 5 + [7]},
@@ -105,6 +110,14 @@ SIGHTS = [
     ({"window": [(1, 0)] * 5 + [(1, -2)]}, "window's right side must be None or a whole number of at least 0, got -2"),
     ({"keep_first": -1}, "keep_first must be a whole number of at least 0, or one per query head, got -1"),
     ({"keep_first": 1.5}, "keep_first must be a whole number of at least 0, or one per query head, got 1.5"),
+    (
+        {"keep_first": whole(H)},
+        "keep_first must be a whole number of at least 0, or one per query head, got tensor([1, 1,",
+    ),
+    (
+        {"keep_first": np.ones((2, H), int)},
+        "keep_first must be a whole number of at least 0, or one per query head, got array([[1,",
+    ),
     ({"keep_first": [1, 2]}, "keep_first has 2 numbers and there are 6 query heads; give one per head"),
     (
         {"keep_first": [1, 2, True, 3, 4, 5]},
@@ -113,6 +126,7 @@ SIGHTS = [
     ({"starts": torch.tensor([3, 8])}, "starts must lie between 0 and the 7 keys there are, got 8"),
     ({"starts": x(B)}, f"starts must be {NOT_WHOLE}"),
     ({"starts": [3, 7]}, "starts must be a tensor of shape (2,), got [3, 7]; use torch.tensor(starts)"),
+    ({"starts": whole(B).to("meta")}, "starts is on meta, without values, and q on cpu; use a tensor with values"),
     ({"lengths": torch.tensor([3, 8])}, "lengths must lie between 0 and the 7 keys there are, got 8"),
     ({"lengths": torch.tensor([-1, 7])}, "lengths must lie between 0 and the 7 keys there are, got -1"),
     ({"lengths": x(B)}, f"lengths must be {NOT_WHOLE}"),
@@ -124,6 +138,7 @@ SIGHTS = [
     ({"offset": True}, "offset must be a whole number or one per sequence, shape (2,), got True"),
     ({"offset": [1, 2]}, "offset must be a whole number or one per sequence, shape (2,), got [1, 2]"),
     ({"offset": x(B)}, f"offset must be {NOT_WHOLE}"),
+    ({"offset": whole(B).to("meta")}, "offset is on meta, without values, and q on cpu; use a tensor with values"),
     ({"offset": whole(3)}, "offset must be 2 whole numbers, one per sequence, got whole numbers of shape (3,)"),
 ]
 CASES = [(given, ShapeError, words) for given, words in SIZES] + [(given, MaskError, words) for given, words in SIGHTS]
@@ -174,8 +189,9 @@ def test_weights_names_the_same_invalid_arguments(words):
             {"classes": {"rare": whole(B, TK)}},
             "class 'rare' must be True/False of shape (B, Tk) = (2, 7), got torch.int64 (2, 7)",
         ),
+        ({"classes": {7: yes(B, TK)}}, "the names of classes must be strings, got 7"),
     ],
-    ids=["queries of a wrong shape", "queries as floats", "a class of a wrong shape", "a class as ints"],
+    ids=["queries of a wrong shape", "queries as floats", "a class of a wrong shape", "a class as ints", "no name"],
 )
 def test_head_stats_names_invalid_queries_and_classes(given, words):
     with pytest.raises(MaskError, match=says(words)):
@@ -213,14 +229,35 @@ def test_weights_of_no_queries_has_no_rows():
         weights(q, k, rows=[0])
 
 
-OF_BOTH = [words for words, (given, *_) in NAMED.items() if set(given) <= {"q", "k", "v"} and "torch" not in words]
+OF_BOTH = [words for words in NAMED if not re.search(r"torch|meta|device|tensor|offset.* got (1\.0|True|\[)", words)]
 
 
-@pytest.mark.parametrize("words", [words for words in OF_BOTH if "device" not in words])
-def test_the_reference_raises_the_same_messages(words):
+@pytest.mark.parametrize("function", [reference.attend, reference.head_stats], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("words", OF_BOTH)
+def test_the_reference_raises_the_same_messages(words, function):
     given, kind, _ = NAMED[words]
     with pytest.raises(kind, match=says(words)):
-        reference.attend(*(t.numpy() for t in inputs(**given).values()))
+        function(**{name: t.numpy() if isinstance(t, torch.Tensor) else t for name, t in inputs(**given).items()})
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (
+            {"offset": 1.5},
+            "offset must be 2 whole numbers, one per sequence, got numbers that are not whole of shape ()",
+        ),
+        ({"offset": True}, "offset must be 2 whole numbers, one per sequence"),
+        ({"lengths": 3}, "lengths must be 2 whole numbers, one per sequence, got whole numbers of shape ()"),
+        ({"gates": np.ones(B * H)}, "gates must be one number per query head, shape (6,) or (2, 6), got (12,)"),
+        ({"v": None}, "v must be (B, Hkv, Tk, Dv), got ()"),
+    ],
+    ids=str,
+)
+def test_the_reference_takes_no_numbers_of_another_shape(given, words):
+    arrays = {name: t.numpy() for name, t in inputs().items()}
+    with pytest.raises(HeadwiseError, match=re.escape(words)):
+        reference.attend(**arrays | given)
 
 
 MEANT = {
@@ -357,6 +394,24 @@ def test_sparse_and_nested_tensors_are_refused(kind):
         attend(**given | {"q": DENSE[kind](given["q"])})
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_nested_mask_is_refused_after_calls_with_a_dense_one():
+    """PyTorch's tensor guards, which recognise a repeated call, abort the process on a nested tensor."""
+    given = inputs(mask=yes(B, H, TQ, TK))
+    for _ in range(3):
+        attend(**given)
+    with pytest.raises(MaskError, match="mask must be a dense tensor, got a nested one; use a padded tensor"):
+        attend(**given | {"mask": torch.nested.nested_tensor(list(given["mask"]))})
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16, torch.uint32, torch.uint64], ids=str)
+def test_starts_lengths_and_offsets_may_be_unsigned(dtype):
+    given, numbers = inputs(), torch.tensor([1, 3])
+    for name in ("starts", "lengths", "offset"):
+        want = attend(**given, causal=True, **{name: numbers})
+        torch.testing.assert_close(attend(**given, causal=True, **{name: numbers.to(dtype)}), want)
+
+
 @pytest.mark.parametrize(
     ("other", "words"),
     [
@@ -384,6 +439,14 @@ def test_a_learned_scale_is_a_number_where_gradients_are_disabled():
     scale, tensors = torch.tensor(0.5, requires_grad=True), inputs()
     with torch.no_grad():
         torch.testing.assert_close(attend(**tensors, scale=scale), attend(**tensors, scale=0.5))
+
+
+def test_dropout_may_be_a_scalar_tensor():
+    tensors = inputs()
+    torch.manual_seed(3)
+    want = attend(**tensors, dropout=0.5)
+    torch.manual_seed(3)
+    torch.testing.assert_close(attend(**tensors, dropout=torch.tensor(0.5)), want)
 
 
 def test_classes_must_be_a_dict():

@@ -452,3 +452,23 @@ def test_an_exported_graph_takes_any_length(function, name):
             alike(got[1], want[1])
             got, want = got[0], want[0]
         assert_all_close([got], [want])
+
+
+@pytest.mark.parametrize("name", ["starts", "lengths", "offset"])
+@pytest.mark.parametrize("received", [False, True])
+def test_an_exported_graph_takes_any_batch_of_numbers_per_sequence(received, name):
+    class Statistics(torch.nn.Module):
+        def forward(self, q, k, v, numbers):
+            return head_stats(q, k, v, causal=True, received=received, **{name: numbers})
+
+    def call(batch: int, queries: int, keys: int) -> tuple[torch.Tensor, ...]:
+        return *inputs(batch=batch, queries=queries, keys=keys), torch.arange(batch) % keys
+
+    batch, queries, keys = (torch.export.Dim(x, min=2, max=4096) for x in ("batch", "queries", "keys"))
+    shapes = [{0: batch, 2: queries}, {0: batch, 2: keys}, {0: batch, 2: keys}, {0: batch}]
+    graph = torch.export.export(Statistics(), call(5, 11, 17), dynamic_shapes=shapes).module()
+    for size in ((2, 19, 7), (7, 5, 13)):
+        xs = call(*size)
+        got, want = graph(*xs), Statistics()(*xs)
+        assert_all_close([got[0]], [want[0]])
+        alike(got[1], want[1])

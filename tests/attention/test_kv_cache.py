@@ -254,6 +254,37 @@ def test_memory_cache_projects_the_memory_once(options, call_options, chunks):
     assert cache.memory is not None
 
 
+OTHER_MEMORIES = {
+    "other values": lambda memory: (memory + 1,),
+    "other values of one sequence": lambda memory: (torch.cat([memory[:2], memory[1:2]]),),
+    "another value argument": lambda memory: (memory, memory + 1),
+    "changed in place": lambda memory: (memory.add_(1),),
+}
+
+
+@either("other", list(OTHER_MEMORIES))
+def test_a_memory_cache_refuses_another_memory_of_the_same_size(other):
+    module, x, memory, cache = made(), tokens(4), tokens(7), MemoryCache()
+    module(x, memory, cache=cache)
+    inputs = OTHER_MEMORIES[other](memory)
+    with pytest.raises(CacheError, match="another memory of this size.*; .reset\\(\\) it first"):
+        module(x, *inputs, cache=cache)
+    cache.reset()
+    close(module(x, *inputs, cache=cache), module(x, *inputs))
+
+
+@either("inference", [False, True])
+def test_a_memory_cache_recognises_its_memory_in_other_tensors(inference):
+    with torch.inference_mode() if inference else torch.no_grad():
+        module, x, memory, cache = made(), tokens(4), tokens(7), MemoryCache()
+        memory[0, 2, 1] = torch.nan  # a padding token may hold anything
+        lengths = torch.tensor([2, 7, 7])
+        want = module(x, memory, lengths=lengths)
+        for same in (memory, memory[:], memory.clone(), memory.transpose(0, 1).contiguous().transpose(0, 1)):
+            close(module(x, same, same, cache=cache, lengths=lengths), want)
+        close(module(x, memory, cache=copy.deepcopy(cache), lengths=lengths), want)
+
+
 def test_memory_cache_with_rotary_positions():
     """Cross-attention cannot count the queries it has seen; positions say where they stand."""
     module, x, memory, cache = made(position=Rotary(base=20.0)), tokens(5), tokens(7), MemoryCache()

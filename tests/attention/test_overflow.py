@@ -100,6 +100,21 @@ def test_a_float_mask_that_overflows_with_the_scores(path: str) -> None:
         check(alike(call(torch.float32, 1.0)), {"mask": mask})
 
 
+@pytest.mark.parametrize("path", [*READABLE, *NATIVE])
+@pytest.mark.parametrize("lowest", [torch.finfo(torch.float32).min, torch.finfo(torch.bfloat16).min, -3e38, 3e38])
+def test_lse_of_rows_whose_mask_is_too_large_for_units_of_log2(lowest: float, path: str) -> None:
+    made = torch.Generator().manual_seed(7)
+    q, k, v = (torch.randn(2, heads, tokens, 8, generator=made) for heads, tokens in ((4, 5), (2, 1031), (2, 1031)))
+    mask, sinks = torch.zeros(5, 1031), torch.randn(4, generator=made)
+    mask[1], mask[2, 3:], mask[3, 0] = lowest, lowest, lowest
+    for options in ({}, {"sinks": sinks}, {"causal": True, "window": (2, 0), "keep_first": 3}):
+        with forced(path):
+            lse = head_stats(q, k, v, mask=mask, **options)[1].lse
+        plain = {name: x.numpy() if isinstance(x, torch.Tensor) else x for name, x in options.items()}
+        want = reference.head_stats(q.numpy(), k.numpy(), v.numpy(), mask=mask.numpy(), **plain)[1].lse
+        np.testing.assert_allclose(lse, want, rtol=1e-5)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_gradients_of_overflowing_scores_are_finite(dtype: torch.dtype) -> None:
     for sign in SIGNS.values():

@@ -7,6 +7,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
+from headwise import MultiHeadAttention
 from headwise.attention.nn.positions import Alibi, Rotary, sinusoidal, sinusoidal_at
 from headwise.errors import ShapeError, UnsupportedError
 
@@ -194,3 +195,19 @@ def test_sinusoidal_table_equals_the_formula(width):
 def test_sinusoidal_table_in_any_dtype_and_device():
     assert sinusoidal(3, 4, dtype=torch.bfloat16).dtype == torch.bfloat16
     assert sinusoidal(3, 4, device="meta").device.type == "meta"
+
+
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_alibi_does_not_depend_on_the_default_dtype(default):
+    torch.manual_seed(5)
+    module = MultiHeadAttention(33, 11, position=Alibi())  # 11 heads: slopes that 16 bits cannot hold
+    x = torch.randn(2, 131, 33)
+    want = module(x, causal=True, need_weights=True), module.stats(x, causal=True)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(default)
+    try:
+        got = module(x, causal=True, need_weights=True), module.stats(x, causal=True)
+    finally:
+        torch.set_default_dtype(before)
+    torch.testing.assert_close(got[0], want[0], rtol=0, atol=0)
+    assert got[1] == want[1]

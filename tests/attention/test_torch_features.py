@@ -72,6 +72,17 @@ def test_vmap_takes_attend_and_refuses_statistics() -> None:
         torch.func.vmap(lambda q, k, v: headwise.head_stats(q[None], k[None], v[None])[0][0])(q, k, v)
 
 
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float64], ids=str)
+def test_vmap_over_a_mask_of_no_queries(dtype: torch.dtype) -> None:
+    q, k, v = (x.double() for x in inputs())
+    masks = torch.ones(3, 0, 7, dtype=dtype)
+
+    def attended(mask: Tensor) -> Tensor:
+        return headwise.attend(q[:, :, :0], k, v, mask=mask, causal=True, softcap=5.0)
+
+    assert torch.func.vmap(attended)(masks).shape == (3, *q.shape[:2], 0, v.shape[3])
+
+
 @pytest.mark.parametrize("name", ["sinks", "mask", "lengths", "starts", "offset"])
 def test_vmap_over_an_option_alone_gives_each_call_its_own(name: str) -> None:
     q, k, v = (x.double() for x in inputs())

@@ -100,7 +100,7 @@ def build_call(q: Tensor, k: Tensor, v: Tensor | None = None, **options: Unpack[
     scale = _without_gradient("scale", options.pop("scale", None), "multiply q by it")
     softcap = _without_gradient("softcap", options.pop("softcap", None), "give softcap.item()")
     sinks, gates = options.pop("sinks", None), options.pop("gates", None)
-    dropout = options.pop("dropout", 0.0)
+    dropout = _without_gradient("dropout", options.pop("dropout", 0.0), "give dropout.item()")
     visibility = resolve_visibility(q, k, v, **options)  # type: ignore[misc]  # what is left says who sees whom
     size = visibility.size
     validation.check_numbers(scale, softcap, dropout)
@@ -110,6 +110,7 @@ def build_call(q: Tensor, k: Tensor, v: Tensor | None = None, **options: Unpack[
     if gates is not None:
         _check_real(gates, "gates", q)
         validation.check_per_head("gates", gates.shape, size, batched=True)
+    dropout = float(dropout) if isinstance(dropout, Tensor) else dropout
     return AttentionCall(visibility, size.dim**-0.5 if scale is None else float(scale), softcap, sinks, gates, dropout)
 
 

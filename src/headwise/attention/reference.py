@@ -87,16 +87,27 @@ def _offsets(size: validation.Sizes, offset: Any) -> Array:
     """The key positions of first queries, shared or (B,)."""
     if offset is None:
         return np.asarray(size.keys - size.queries)
-    return np.asarray(validation.within_far(offset) if isinstance(offset, int) else offset)
+    offsets = np.asarray(validation.within_far(offset) if isinstance(offset, int) else offset)
+    if isinstance(offset, bool) or offsets.shape or offsets.dtype.kind not in "iu":
+        validation.check_per_sequence("offset", offsets.shape, offsets.dtype.kind in "iu", size)
+    return offsets
+
+
+def _key_counts(name: str, counts: Any, size: validation.Sizes) -> Array:
+    """starts or lengths, (B, 1, 1, 1)."""
+    counts = np.asarray(counts)
+    validation.check_per_sequence(name, counts.shape, counts.dtype.kind in "iu", size)
+    validation.check_key_counts(name, counts.min(initial=0), counts.max(initial=0), size)
+    return counts.reshape(-1, 1, 1, 1)
 
 
 def existing_keys(size: validation.Sizes, mask: Any = None, starts: Any = None, lengths: Any = None) -> Array:
     """True where a key exists for a query, (B, Hq, Tq, Tk): from starts on, below lengths, and shown by the mask."""
     existing = np.ones((size.batch, size.heads, size.queries, size.keys), bool)
     if starts is not None:
-        existing &= np.arange(size.keys) >= np.asarray(starts).reshape(-1, 1, 1, 1)
+        existing &= np.arange(size.keys) >= _key_counts("starts", starts, size)
     if lengths is not None:
-        existing &= np.arange(size.keys) < np.asarray(lengths).reshape(-1, 1, 1, 1)
+        existing &= np.arange(size.keys) < _key_counts("lengths", lengths, size)
     if mask is not None:
         existing &= shown_by(mask, size)
     return existing
@@ -154,6 +165,9 @@ def softmax(
 ) -> Softmax:
     """The weights of every query and key, and what they are computed from."""
     size = validation.sizes(q, k)
+    validation.check_numbers(scale, softcap)
+    if sinks is not None:
+        validation.check_per_head("sinks", np.shape(sinks), size)
     allowed, mask = visible(q, k, **options), options.get("mask")
     k = np.repeat(np.asarray(k, float), size.group, axis=1)  # query head i reads KV head i // group
     with np.errstate(invalid="ignore", over="ignore", divide="ignore"):  # NaN and infinities propagate
@@ -204,7 +218,11 @@ def attend(
     by the probability of being retained.
     """
     check_options(options, (*ATTEND, "seed"))
+    v = np.asarray(v)
     size = validation.sizes(q, k, v)
+    validation.check_numbers(None, None, dropout)
+    if gates is not None:
+        validation.check_per_head("gates", np.shape(gates), size, batched=True)
     a = weights(q, k, **options)
     if dropout:
         a = np.where(generator.retained(seed, dropout, *a.shape), a * generator.factor(dropout), 0.0)
@@ -228,6 +246,8 @@ def head_stats(
     """attend's output and the statistics of each head, computed from all T x T weights. Arguments as head_stats."""
     check_options(options, (*ATTEND, "seed"))
     size = validation.sizes(q, k, v)
+    if isinstance(classes, dict):
+        classes = {name: np.asarray(keys) for name, keys in classes.items()}
     validation.check_classes(classes or {}, size, lambda keys: keys.dtype == bool)
     counted = np.ones((size.batch, size.queries), bool) if queries is None else np.asarray(queries)
     validation.check_queries(counted, size, counted.dtype == bool)
@@ -238,7 +258,7 @@ def head_stats(
         rows.weights,  # (B, H, Tq, Tk), before dropout
         offset=_offsets(size, offset),
         queries=counted,
-        classes={name: np.asarray(keys) for name, keys in (classes or {}).items()},
+        classes=classes,
         cross=cross,
         sinks=options.get("sinks") is not None,
         visible=visible(q, k, **_visibility_options(options)),

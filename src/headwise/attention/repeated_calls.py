@@ -67,12 +67,14 @@ def find_template(
         return None
     if q.is_nested or k.is_nested or v.is_nested:  # the guards abort the process on these
         return None
+    if mask is not None and (type(mask) is not Tensor or mask.is_nested):
+        return None
     learning = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     if type(dropout) not in NUMBERS or (mask is not None if learning else dropout):
         return None
-    windows = None
-    if window is not None or keep_first != 0:
-        if (keep_first != 0 and mask is not None) or q.dim() != (3 if head_dim else 4):
+    windows, keeps = None, type(keep_first) is not int or keep_first != 0
+    if window is not None or keeps:
+        if (keeps and mask is not None) or q.dim() != (3 if head_dim else 4):
             return None  # the values of the mask decide which keys are the first
         heads = q.shape[2] // head_dim if head_dim else q.shape[1]
         windows = validation.head_windows(causal, window, keep_first, heads)
@@ -92,7 +94,7 @@ def find_template(
         return None
     mask_form = None
     if mask is not None:
-        if type(mask) is not Tensor or mask.dtype != torch.bool or not mask.is_cpu or mask.dim() != 4:
+        if mask.dtype != torch.bool or not mask.is_cpu or mask.dim() != 4:
             return None
         if mask._is_zerotensor():
             return None

@@ -87,6 +87,11 @@ def shown(shape: Sequence[int]) -> str:
     return "(" + ", ".join(str(n) for n in shape) + ("," if len(shape) == 1 else "") + ")"
 
 
+def one_line(x: Any) -> str:
+    """The repr of what a caller gave, without the line breaks of arrays."""
+    return " ".join(repr(x).split())
+
+
 class HeadWindow(NamedTuple):
     """The keys that one query head sees: a band around the query's own position, and the first keys of the sequence."""
 
@@ -142,7 +147,7 @@ def _keep_first(keep_first: Any, heads: int) -> list[int]:
     for count in counts:
         if isinstance(count, bool) or not isinstance(count, int) or count < 0:
             raise MaskError(
-                f"keep_first must be a whole number of at least 0, or one per query head, got {keep_first!r}"
+                f"keep_first must be a whole number of at least 0, or one per query head, got {one_line(keep_first)}"
             )
     return [within_far(count) for count in counts]
 
@@ -151,7 +156,7 @@ def band(causal: bool, window: Window | None) -> Band:
     """How many keys left and right of its own position a query sees; None is open. Causal is a right edge of 0."""
     left, right = (None, None) if window is None else _window(window)
     if type(causal).__name__.rstrip("_") != "bool":  # Python's, or NumPy's bool_
-        raise MaskError(f"causal must be True or False, got {causal!r}")
+        raise MaskError(f"causal must be True or False, got {one_line(causal)}")
     if causal:
         right = 0
     return left, right
@@ -162,12 +167,12 @@ def _window(window: Any) -> Band:
         raise MaskError(f"one window for all heads is needed here, a pair (left, right), got {len(window)} of them")
     if not isinstance(window, (tuple, list)) or len(window) != 2:
         raise MaskError(
-            f"window must be a pair (left, right), None for open, or one pair per query head, got {window!r}; "
+            f"window must be a pair (left, right), None for open, or one pair per query head, got {one_line(window)}; "
             "(511, 0) is 512 keys"
         )
     for side, reach in zip(("left", "right"), window, strict=True):
         if reach is not None and (isinstance(reach, bool) or not isinstance(reach, int) or reach < 0):
-            raise MaskError(f"window's {side} side must be None or a whole number of at least 0, got {reach!r}")
+            raise MaskError(f"window's {side} side must be None or a whole number of at least 0, got {one_line(reach)}")
     left, right = (None if reach is None else within_far(reach) for reach in window)
     return left, right
 
@@ -206,6 +211,8 @@ def check_classes(classes: Mapping[str, Any], size: Sizes, is_bool: Any) -> None
     if not isinstance(classes, dict):
         raise MaskError(f"classes must be a dict from names to (B, Tk) True/False, got {type(classes).__name__}")
     for name, keys in classes.items():
+        if not isinstance(name, str):
+            raise MaskError(f"the names of classes must be strings, got {one_line(name)}")
         if tuple(keys.shape) != (size.batch, size.keys) or not is_bool(keys):
             want = shown((size.batch, size.keys))
             raise MaskError(
@@ -233,11 +240,11 @@ def check_per_head(name: str, shape: Sequence[int], size: Sizes, *, batched: boo
 def check_numbers(scale: float | None, softcap: float | None, dropout: float = 0.0) -> None:
     """Require a finite scale, a positive softcap and a dropout between 0 and 1."""
     if scale is not None and not _finite(scale):
-        raise ShapeError(f"scale must be a finite number, got {scale!r}")
+        raise ShapeError(f"scale must be a finite number, got {one_line(scale)}")
     if softcap is not None and not (_finite(softcap) and softcap > 0):
-        raise ShapeError(f"softcap must be a number above 0, or None for none, got {softcap!r}")
+        raise ShapeError(f"softcap must be a number above 0, or None for none, got {one_line(softcap)}")
     if not (_finite(dropout) and 0.0 <= dropout <= 1.0):
-        raise ShapeError(f"dropout must lie between 0 and 1, got {dropout!r}")
+        raise ShapeError(f"dropout must lie between 0 and 1, got {one_line(dropout)}")
 
 
 def _finite(x: Any) -> bool:
@@ -271,7 +278,7 @@ def pick(name: str, selection: Any, count: int) -> list[int]:
         raise ShapeError(f"{name}s must be their numbers, got True or False for each; use .nonzero()[:, 0]")
     numbers = [number for number in map(as_index, items) if number is not None]
     if len(numbers) < len(items):
-        raise ShapeError(f"{name}s must be whole numbers, got {selection!r}")
+        raise ShapeError(f"{name}s must be whole numbers, got {one_line(selection)}")
     wrong = [n for n in numbers if not -count <= n < count]
     if wrong:
         existing = f"there are {count}, 0 to {count - 1}" if count else "there are none"

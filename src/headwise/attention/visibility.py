@@ -206,7 +206,7 @@ class Visibility:
         if self.mask.shape[2] == 1:  # by head: one head of a group may reach a key that the mask shows to another
             shown = self.mask if self.mask.dtype == torch.bool else self.mask != -torch.inf
             return self._by_kv_head(shown[:, :, 0] & self._keys_in_reach())
-        if not self.banded or has_symbolic_sizes():
+        if not self.banded or has_symbolic_sizes() or self.size.queries <= ROWS_PER_STEP:
             return self._shown_to_any_query(self.allowed(slice(0, self.size.queries), 0, self.size.keys))
         visible = torch.zeros(1, 1, self.size.keys, dtype=torch.bool, device=self.device)
         for first in range(0, self.size.queries, ROWS_PER_STEP):  # a band's mask for all rows at once would be T x T

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import MaskError, ShapeError
+from ..errors import HeadwiseError, MaskError, ShapeError
 from . import validation
 from .options import KeepFirst, Window
 from .torch_modes import is_readable
@@ -46,17 +46,17 @@ def resolve_visibility(
     check_same_dtype_and_device(q, k, v)
     windows = validation.head_windows(causal, window, keep_first, size.heads)
     mask = _mask(mask, q, size)
-    start = 0 if starts is None else _key_counts("starts", starts, size)
+    start = 0 if starts is None else _key_counts("starts", starts, size, q.device)
     visibility = Visibility(
         size=size,
         device=q.device,
         mask=mask,
         **widest(windows),
         causal=bool(causal),
-        offset=size.keys - size.queries if offset is None else _offset(offset, size),
+        offset=size.keys - size.queries if offset is None else _offset(offset, size, q.device),
         start=start,
         keep_start=start,
-        end=size.keys if lengths is None else _key_counts("lengths", lengths, size),
+        end=size.keys if lengths is None else _key_counts("lengths", lengths, size, q.device),
         slopes=slopes,
         readable=is_readable(q, k, v, mask, starts, lengths),
         aligned=offset is None,
@@ -83,11 +83,15 @@ def check_tensor(name: str, x: Any, like: Tensor | None = None) -> None:
         )
     if not isinstance(x, Tensor):
         raise ShapeError(f"{name} must be a tensor, got {type(x).__name__}; headwise.reference takes NumPy arrays")
-    if x.layout is not torch.strided or x.is_nested:
-        kind = "nested" if x.is_nested else x.layout
-        raise ShapeError(f"{name} must be a dense tensor, got a {kind} one; use a padded tensor with lengths or a mask")
+    _check_dense(name, x, ShapeError)
     if like is not None and x.device != like.device:
         raise ShapeError(f"{name} is on {x.device} and q on {like.device}; use {name}.to(q.device)")
+
+
+def _check_dense(name: str, x: Tensor, error: type[HeadwiseError]) -> None:
+    if x.layout is not torch.strided or x.is_nested:
+        kind = "nested" if x.is_nested else x.layout
+        raise error(f"{name} must be a dense tensor, got a {kind} one; use a padded tensor with lengths or a mask")
 
 
 def check_values(v: Any) -> None:
@@ -115,6 +119,7 @@ def _mask(mask: Tensor | None, q: Tensor, size: Sizes) -> Tensor | None:
         return None
     if not isinstance(mask, Tensor):
         raise MaskError(f"mask must be a tensor, got {type(mask).__name__}; use torch.as_tensor(mask)")
+    _check_dense("mask", mask, MaskError)
     validation.check_mask(mask.shape, size)
     if mask.device != q.device:
         raise MaskError(f"mask is on {mask.device} and q on {q.device}; use mask.to(q.device)")
@@ -151,26 +156,37 @@ def levels_to_caller() -> int:
     return level
 
 
-def _offset(offset: int | Tensor, size: Sizes) -> int | Tensor:
+def _offset(offset: int | Tensor, size: Sizes, device: torch.device) -> int | Tensor:
     if isinstance(offset, Tensor):
         if offset.dim() == 0:
             offset = offset.expand(size.batch)
-        validation.check_per_sequence("offset", offset.shape, _integral(offset), size)
+        _check_positions("offset", offset, size, device)
         return shared_number(offset.long())  # uint8 has no numbers below 0, and int8 none past 127
     if isinstance(offset, bool) or not isinstance(offset, (int, torch.SymInt)):
-        raise MaskError(f"offset must be a whole number or one per sequence, shape ({size.batch},), got {offset!r}")
+        got = validation.one_line(offset)
+        raise MaskError(f"offset must be a whole number or one per sequence, shape ({size.batch},), got {got}")
     return validation.within_far(offset) if isinstance(offset, int) else offset
 
 
-def _key_counts(name: str, counts: Any, size: Sizes) -> int | Tensor:
+def _key_counts(name: str, counts: Any, size: Sizes, device: torch.device) -> int | Tensor:
     """starts or lengths (B,), or the number that all sequences share."""
     if not isinstance(counts, Tensor):
-        raise MaskError(f"{name} must be a tensor of shape ({size.batch},), got {counts!r}; use torch.tensor({name})")
-    validation.check_per_sequence(name, counts.shape, _integral(counts), size)
+        got = validation.one_line(counts)
+        raise MaskError(f"{name} must be a tensor of shape ({size.batch},), got {got}; use torch.tensor({name})")
+    _check_positions(name, counts, size, device)
+    counts = counts.long()  # unsigned integers have no minimum and maximum
     if is_readable(counts) and counts.numel():
         low, high = (int(x) for x in counts.aminmax())
         validation.check_key_counts(name, low, high, size)
-    return shared_number(counts.long())
+    return shared_number(counts)
+
+
+def _check_positions(name: str, x: Tensor, size: Sizes, device: torch.device) -> None:
+    """Require whole numbers, one per sequence, in a dense tensor with values if q has any."""
+    _check_dense(name, x, MaskError)
+    validation.check_per_sequence(name, x.shape, _integral(x), size)
+    if x.device.type == "meta" != device.type:
+        raise MaskError(f"{name} is on {x.device}, without values, and q on {device}; use a tensor with values")
 
 
 def _integral(x: Tensor) -> bool:

@@ -213,7 +213,8 @@ class DistanceZone:
 
     def distances(self, e: Tensor, sums: Tensor, batch: slice) -> Tensor:
         """sum e |i - j|: (b, h, rows, keys) and the sums over those columns (b, h, rows, 3) -> (b, h, rows)."""
-        positions, within = (x if len(x) == 1 else x[batch] for x in (self.positions, self.within))
+        shared = self.positions.shape[0] == 1  # and not len(), which would fix a graph to its batch
+        positions, within = (x if shared else x[batch] for x in (self.positions, self.within))
         left, right, rest = sums.unbind(-1)
         outside = (positions - self.first) * left + (self.stop - 1 - positions) * right + rest
         return outside + (e[..., self.first : self.stop] * within).sum(-1)

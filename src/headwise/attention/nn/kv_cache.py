@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...errors import CacheError, MaskError, UnsupportedError
 from ...shapes import check_at_least
-from ..torch_modes import is_recording, needs_gradient
+from ..torch_modes import is_readable, is_recording, needs_gradient
 
 
 class CachedKeys(NamedTuple):
@@ -278,8 +278,30 @@ class SlidingCache(KVCache):
         self._k, self._v = (torch.cat([x[:, :, x.shape[2] - self._used :], _empty(x, free)], 2) for x in (k, v))
 
 
+class ProjectedInput(NamedTuple):
+    """A tensor, and the number of changes in place that it had when it was projected."""
+
+    tensor: Tensor
+    version: int
+
+    def is_same(self, x: Tensor) -> bool:
+        """Whether x has the values that were projected; they are compared only if it is in another place."""
+        if _version(self.tensor) != self.version:
+            return False
+        if self.tensor is x or self.tensor.is_set_to(x):
+            return True
+        return self.tensor.dtype == x.dtype and torch.allclose(self.tensor, x, rtol=0, atol=0, equal_nan=True)
+
+
+def _version(x: Tensor) -> int:
+    return -1 if x.is_inference() else x._version  # tensors of inference mode do not count their changes
+
+
 class MemoryCache(KVCache):
     """The keys and values of a fixed memory for cross-attention, projected in the first call.
+
+    Another memory is refused until `reset()`; in compiled graphs and on other devices than the CPU, where values are
+    not read, only by its size.
 
     Example:
         >>> cache = headwise.MemoryCache()
@@ -290,6 +312,27 @@ class MemoryCache(KVCache):
     def __init__(self) -> None:
         super().__init__()
         self.queries = 0  # queries so far; their positions are consecutive
+        # what the memory was projected from, to recognise it; None if that is not known
+        self._inputs: tuple[ProjectedInput, ...] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_inputs": None}
+
+    def check_memory(self, *inputs: Tensor) -> None:
+        """Refuse other inputs of keys and values than those that were projected; if they are not known, take these."""
+        if not is_readable(*inputs):
+            return
+        if self.memory is None or self._inputs is None:
+            self._inputs = tuple(ProjectedInput(x, _version(x)) for x in inputs)
+        elif not all(old.is_same(x) for old, x in zip(self._inputs, inputs, strict=True)):
+            raise CacheError(
+                "the cache holds the keys and values of another memory of this size, or of this one before it was "
+                "changed; .reset() it first"
+            )
+
+    def reorder(self, indices: Tensor) -> None:
+        super().reorder(indices)
+        self._inputs = None
 
     @property
     def memory(self) -> CachedKeys | None:
@@ -305,7 +348,7 @@ class MemoryCache(KVCache):
 
     def reset(self) -> None:
         super().reset()
-        self.queries = 0
+        self.queries, self._inputs = 0, None
 
     def crop(self, length: int) -> None:
         """Drop the queries at and after `length`; the memory stays."""

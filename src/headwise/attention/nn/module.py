@@ -373,7 +373,7 @@ class MultiHeadAttention(nn.Module):
         self._check_keys(query, key, value, values)
         cross = _is_cross(query, key)
         if cache is not None:
-            _check_cache(cache, cross, key, self)
+            _check_cache(cache, cross, key, value, self)
             window = _window_of(cache, window, keep_first)
         if cross and isinstance(position, Alibi):
             raise UnsupportedError("Alibi is about distances within one sequence; cross-attention has none")
@@ -401,7 +401,8 @@ class MultiHeadAttention(nn.Module):
         }  # fmt: skip
         slopes = None
         if isinstance(position, Alibi):
-            slopes = torch.tensor(position.for_heads(self.heads.query), device=query.device)
+            exact = torch.promote_types(query.dtype, torch.float32)  # and not torch.get_default_dtype()
+            slopes = torch.tensor(position.for_heads(self.heads.query), dtype=exact, device=query.device)
         return Projected(q, k, v, options, slopes)
 
     def _is_plain(self) -> bool:
@@ -489,7 +490,7 @@ def _check_positions(positions: Tensor, query: Tensor) -> None:
         raise ShapeError(f"positions must be whole numbers ({tokens},) or ({batch}, {tokens}), got {got}")
 
 
-def _check_cache(cache: KVCache, cross: bool, key: Tensor | None, layer: nn.Module) -> None:
+def _check_cache(cache: KVCache, cross: bool, key: Tensor | None, value: Tensor | None, layer: nn.Module) -> None:
     kind = type(cache).__name__
     if not isinstance(cache, KVCache):
         raise CacheError(f"cache must be a KVCache(), StaticCache(), SlidingCache() or MemoryCache(), got {kind}")
@@ -498,10 +499,13 @@ def _check_cache(cache: KVCache, cross: bool, key: Tensor | None, layer: nn.Modu
     if not cross and isinstance(cache, MemoryCache):
         raise CacheError("a MemoryCache keeps one fixed memory, for cross-attention; self-attention takes a KVCache()")
     cache.check_layer(layer)
-    if isinstance(cache, MemoryCache) and cache.memory is not None and key is not None:
-        expected, got = (cache.memory.k.shape[0], cache.memory.k.shape[2]), tuple(key.shape[:2])
-        if expected != got:
-            raise CacheError(f"the cache holds a memory {shown(expected)}, got one of {shown(got)}; .reset() it first")
+    if isinstance(cache, MemoryCache) and key is not None:
+        if cache.memory is not None:
+            expected, got = (cache.memory.k.shape[0], cache.memory.k.shape[2]), tuple(key.shape[:2])
+            if expected != got:
+                words = f"the cache holds a memory {shown(expected)}, got one of {shown(got)}"
+                raise CacheError(f"{words}; .reset() it first")
+        cache.check_memory(key, key if value is None else value)
 
 
 def _is_cross(query: Tensor, key: Tensor | None) -> bool:
@@ -521,7 +525,7 @@ def _window_of(cache: KVCache, window: Window | None, keep_first: KeepFirst) -> 
     """A sliding cache implies its window."""
     if not isinstance(cache, SlidingCache):
         return window
-    if keep_first != 0:
+    if type(keep_first) is not int or keep_first != 0:
         raise CacheError("a SlidingCache drops the first keys, which keep_first would need; use a KVCache()")
     if window is None:
         return cache.window - 1, 0

@@ -41,6 +41,18 @@ static double exact_bias(const Call *call, int64_t batch, const Row *row, int64_
     return bias + load_scalar(mask_at(call, batch, row, j), call->mask_dtype);
 }
 
+/* The largest bias of a row's visible keys, in nats. */
+static double largest_bias(const Call *call, const Plan *plan, int64_t batch, int64_t head, int64_t query) {
+    Row row = {.head = head, .query = query};
+    double largest = -INFINITY;
+    locate_row(call, plan, batch, &row);
+    for (int i = 0; i < SPANS; i++) {
+        row.low = row.span[i].low, row.high = row.span[i].high;
+        for (int64_t j = row.low; j < row.high; j++) largest = fmax(largest, exact_bias(call, batch, &row, j));
+    }
+    return largest;
+}
+
 /* Scale all sums down to a higher maximum. */
 static void exact_rescale(const Call *call, ExactSums *x, float *o, double m) {
     double f = exp2(x->m - m);

@@ -83,7 +83,13 @@ static void finish_row(const Call *call, const Plan *plan, RowResult *x, float *
     float factor = f * share * gate * dropout_factor(call);
     write_row(call->out + index * dtype_size(call->dtype), o, call->dtype, call->value_dim, factor);
 
-    if (call->lse) call->lse[row] = (m + log2f(x->l + sink_e)) * LN2;
+    float lse = 0;
+    if (call->lse || call->sums) {
+        float log_all = log2f(x->l + sink_e);
+        /* m is clamped where a bias is too large for units of log2 (load_mask); no score counts beside such a bias */
+        lse = fabsf(m) == FLT_MAX ? largest_bias(call, plan, batch, head, query) + log_all * LN2 : (m + log_all) * LN2;
+    }
+    if (call->lse) call->lse[row] = lse;
     for (int64_t i = 0; i < call->strongest_count; i++) {
         int64_t at = row * call->strongest_count + i;
         call->strongest_weight[at] = x->top_key[i] < 0 ? 0 : exp2f(x->top_score[i] - m) / total;
@@ -93,7 +99,7 @@ static void finish_row(const Call *call, const Plan *plan, RowResult *x, float *
     float log_total = log2f(total);
     sums[STAT_COUNT] += 1;
     sums[STAT_ENTROPY] += (x->l * log_total - x->w) * LN2 * share;
-    sums[STAT_LSE] += x->l + sink_e == 0 ? -INFINITY : (m + log_total) * LN2;
+    sums[STAT_LSE] += lse;
     sums[STAT_MAX_LOGIT] = max_or_nan(sums[STAT_MAX_LOGIT], x->max_logit);
     sums[STAT_CONFIDENCE] += (peak == -INFINITY ? 0 : f) * share;
     sums[STAT_DISTANCE] += x->d * share;
