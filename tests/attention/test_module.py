@@ -349,14 +349,14 @@ def test_alibi_module_equals_a_float_mask(slopes, call_options):
     i, j = torch.arange(TOKENS)[:, None], torch.arange(TOKENS)
     bias = -torch.tensor(alibi.for_heads(6), dtype=torch.float64)[:, None, None] * (i - j).abs()
     want, a = by_hand(module, x, mask=bias, **call_options)
-    close(module(x, **call_options), want, 1e-6)
-    close(module.weights(x, **call_options), a, 1e-6)
-    close(module.weights(x, heads=[4, 1], rows=[5], **call_options), a[:, [4, 1]][:, :, [5]], 1e-6)
+    close(module(x, **call_options), want)
+    close(module.weights(x, **call_options), a)
+    close(module.weights(x, heads=[4, 1], rows=[5], **call_options), a[:, [4, 1]][:, :, [5]])
     hidden = torch.rand(BATCH, 1, TOKENS, TOKENS) > 0.4
     want, _ = by_hand(module, x, mask=torch.where(hidden, bias, -torch.inf), **call_options)
-    close(module(x, mask=hidden, **call_options), want, 1e-6)
+    close(module(x, mask=hidden, **call_options), want)
     extra = tokens(TOKENS, TOKENS, 1)[..., 0]
-    close(module(x, mask=extra, **call_options), by_hand(module, x, mask=bias + extra, **call_options)[0], 1e-6)
+    close(module(x, mask=extra, **call_options), by_hand(module, x, mask=bias + extra, **call_options)[0])
 
 
 def test_alibi_bias_is_not_rounded_to_the_input_dtype():
@@ -368,6 +368,19 @@ def test_alibi_bias_is_not_rounded_to_the_input_dtype():
     want = torch.softmax(torch.tensor(Alibi().for_heads(6))[:, None].double() * i, -1)
     got = module.weights(x, mask=far, rows=2000)[0, :, 0, :30]
     close(got.double(), want, 0.01)
+
+
+def test_alibi_bias_is_not_rounded_to_the_default_dtype():
+    """A default dtype is for tensors that a caller creates: it must not change what a float32 module computes."""
+    module, x = made(36, 12, position=Alibi(), dtype=torch.float32), tokens(1, 301, 36, dtype=torch.float32)
+    want, weights = module(x), module.weights(x, rows=[0, 300])
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        got, got_weights = module(x), module.weights(x, rows=[0, 300])
+    finally:
+        torch.set_default_dtype(torch.float32)
+    close(got, want, 0)
+    close(got_weights, weights, 0)
 
 
 @pytest.mark.parametrize(("kind", "formula"), [("rms", rms), ("layer", layer)])

@@ -401,7 +401,8 @@ class MultiHeadAttention(nn.Module):
         }  # fmt: skip
         slopes = None
         if isinstance(position, Alibi):
-            slopes = torch.tensor(position.for_heads(self.heads.query), device=query.device)
+            numbers, dtype = position.for_heads(self.heads.query), torch.promote_types(q.dtype, torch.float32)
+            slopes = torch.tensor(numbers, dtype=dtype, device=query.device)
         return Projected(q, k, v, options, slopes)
 
     def _is_plain(self) -> bool:
