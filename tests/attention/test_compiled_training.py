@@ -115,6 +115,20 @@ def test_compiled_training_takes_other_sizes_without_a_new_graph() -> None:
                 assert_equal(output_and_gradients(compiled, tensors), output_and_gradients(run, tensors))
 
 
+@pytest.mark.parametrize("kv", [6, 2])
+def test_compiled_training_by_pytorchs_kernel_takes_any_sizes(kv: int) -> None:
+    """Head counts are symbols there, too, and a comparison of symbols is no bool that PyTorch's kernel takes."""
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attend(q, k, v)
+
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager", dynamic=True)
+    case = random_case(kv=kv, queries=53, keys=29).tensors(torch.float64)  # the native kernel takes no float64
+    tensors = [x.requires_grad_() for x in (case.q, case.k, case.v)]
+    for x, y in zip(output_and_gradients(compiled, tensors), output_and_gradients(run, tensors), strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-10)
+
+
 def test_compiled_dropout_drops_the_same_weights_in_forward_and_backward() -> None:
     case = random_case(queries=31, keys=37).tensors(torch.float32)
     tensors = [x.requires_grad_() for x in (case.q, case.k, case.v)]

@@ -251,6 +251,7 @@ def test_the_reference_raises_the_same_messages(words, function):
         ({"lengths": 3}, "lengths must be 2 whole numbers, one per sequence, got whole numbers of shape ()"),
         ({"gates": np.ones(B * H)}, "gates must be one number per query head, shape (6,) or (2, 6), got (12,)"),
         ({"v": None}, "v must be (B, Hkv, Tk, Dv), got ()"),
+        ({"dropout": 0.5, "seed": 1.5}, "seed must be a whole number, got 1.5"),
     ],
     ids=str,
 )
@@ -258,6 +259,12 @@ def test_the_reference_takes_no_numbers_of_another_shape(given, words):
     arrays = {name: t.numpy() for name, t in inputs().items()}
     with pytest.raises(HeadwiseError, match=re.escape(words)):
         reference.attend(**arrays | given)
+
+
+@pytest.mark.parametrize("shape", [(2, 5, 11), (5, 12), (2, 3, 5, 12)], ids=str)
+def test_the_reference_module_names_the_shape_of_a_wrong_input(shape):
+    with pytest.raises(ShapeError, match=re.escape(f"the input must be (B, T, 12), got {shape}")):
+        reference.MultiHeadAttention(12, 3)(np.zeros(shape))
 
 
 MEANT = {

@@ -349,14 +349,14 @@ def test_alibi_module_equals_a_float_mask(slopes, call_options):
     i, j = torch.arange(TOKENS)[:, None], torch.arange(TOKENS)
     bias = -torch.tensor(alibi.for_heads(6), dtype=torch.float64)[:, None, None] * (i - j).abs()
     want, a = by_hand(module, x, mask=bias, **call_options)
-    close(module(x, **call_options), want, 1e-6)
-    close(module.weights(x, **call_options), a, 1e-6)
-    close(module.weights(x, heads=[4, 1], rows=[5], **call_options), a[:, [4, 1]][:, :, [5]], 1e-6)
+    close(module(x, **call_options), want)
+    close(module.weights(x, **call_options), a)
+    close(module.weights(x, heads=[4, 1], rows=[5], **call_options), a[:, [4, 1]][:, :, [5]])
     hidden = torch.rand(BATCH, 1, TOKENS, TOKENS) > 0.4
     want, _ = by_hand(module, x, mask=torch.where(hidden, bias, -torch.inf), **call_options)
-    close(module(x, mask=hidden, **call_options), want, 1e-6)
+    close(module(x, mask=hidden, **call_options), want)
     extra = tokens(TOKENS, TOKENS, 1)[..., 0]
-    close(module(x, mask=extra, **call_options), by_hand(module, x, mask=bias + extra, **call_options)[0], 1e-6)
+    close(module(x, mask=extra, **call_options), by_hand(module, x, mask=bias + extra, **call_options)[0])
 
 
 def test_alibi_bias_is_not_rounded_to_the_input_dtype():

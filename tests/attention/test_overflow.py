@@ -115,6 +115,18 @@ def test_lse_of_rows_whose_mask_is_too_large_for_units_of_log2(lowest: float, pa
         np.testing.assert_allclose(lse, want, rtol=1e-5)
 
 
+@pytest.mark.parametrize("path", [*READABLE, *NATIVE])
+def test_queries_that_overflow_with_the_scale_have_finite_scores(path: str) -> None:
+    q, k, v = call(torch.float32, 1.0)
+    tensors = [q * 1e5, k * 1e-38 * 1e-20, v]  # scores of about 50, of queries of 3e38 to 6e38 where they are scaled
+    with forced(path):
+        check(tensors, {"scale": 3e13})
+        learned = [x.requires_grad_() for x in tensors]
+        attend(*learned, scale=3e13).sum().backward()
+    for x in (learned[0], learned[2]):  # the gradient of keys is too large for float32
+        assert x.grad is not None and x.grad.isfinite().all()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_gradients_of_overflowing_scores_are_finite(dtype: torch.dtype) -> None:
     for sign in SIGNS.values():

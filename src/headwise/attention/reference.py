@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, Unpack
 
 import numpy as np
 
-from ..errors import MaskError
+from ..errors import MaskError, ShapeError
 from ..heads import Heads
 from . import dropout as generator
 from . import validation
@@ -221,6 +221,8 @@ def attend(
     v = np.asarray(v)
     size = validation.sizes(q, k, v)
     validation.check_numbers(None, None, dropout)
+    if isinstance(seed, bool) or not isinstance(seed, int | np.integer):
+        raise ShapeError(f"seed must be a whole number, got {seed!r}")
     if gates is not None:
         validation.check_per_head("gates", np.shape(gates), size, batched=True)
     a = weights(q, k, **options)
@@ -335,7 +337,10 @@ class MultiHeadAttention:
 
     def split(self, x: Any, weight: Array, bias: Array | None, heads: int) -> Array:
         """One projection for all heads at once, then a reshape: a head is a slice of the projection, never of x."""
-        y = np.asarray(x, float) @ weight + (0.0 if bias is None else bias)  # (B, T, H * d_k)
+        x = np.asarray(x, float)
+        if x.ndim != 3 or x.shape[2] != len(weight):
+            raise ShapeError(f"the input must be (B, T, {len(weight)}), got {validation.shown(x.shape)}")
+        y = x @ weight + (0.0 if bias is None else bias)  # (B, T, H * d_k)
         return y.reshape(*y.shape[:2], heads, -1).swapaxes(1, 2)  # (B, H, T, d_k)
 
     def join(self, out: Array) -> Array:

@@ -316,8 +316,11 @@ def score_bound(q: Tensor, k: Tensor, scale: float) -> float:
 
 
 def products_are_bounded(q: Tensor, k: Tensor, scale: float) -> bool:
-    """Whether no product of a query and a key, nor a partial sum of it, can exceed the limit, by their magnitudes."""
-    bound = max_magnitude(q) * max(1.0, abs(scale)) * max_magnitude(k) * q.shape[-1]
+    """Whether no product of a query and a key, nor a partial sum of it, can exceed the limit, by their magnitudes.
+
+    Nor can a query times the scale, which comes first.
+    """
+    bound = max_magnitude(q) * max(1.0, abs(scale)) * max(1.0, max_magnitude(k)) * q.shape[-1]
     return bound <= LIMIT.get(q.dtype, LIMIT_OF_OTHERS)
 
 

@@ -215,11 +215,12 @@ def _kernel(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, call: Attentio
     stacked = not causal and _stacks_groups(heads // kv_heads, q.shape[2])
     if stacked:
         q, mask = group_rows(q, kv_heads), _group_mask(mask, heads, kv_heads, q.shape[2])
-    gqa = q.shape[1] != kv_heads
+    # by a branch: where sizes are symbols, the comparison is no bool that the kernel takes
+    grouped = {"enable_gqa": True} if q.shape[1] != kv_heads else {}
     if needs_gradient(q, k, v) and _is_flash(q, k, v, mask, dropout, causal, scale):
         out = Flash.apply(q, k, v, _as_bias(mask, q), causal, scale)
     else:
-        out = F.scaled_dot_product_attention(q, k, v, mask, dropout, causal, scale=scale, enable_gqa=gqa)
+        out = F.scaled_dot_product_attention(q, k, v, mask, dropout, causal, scale=scale, **grouped)
     out = ungroup_rows(out, heads) if stacked else out
     return out if has_keys is None else torch.where(has_keys, out, 0)
 

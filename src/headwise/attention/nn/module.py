@@ -401,7 +401,7 @@ class MultiHeadAttention(nn.Module):
         }  # fmt: skip
         slopes = None
         if isinstance(position, Alibi):
-            exact = torch.promote_types(query.dtype, torch.float32)  # and not torch.get_default_dtype()
+            exact = torch.promote_types(q.dtype, torch.float32)  # and not torch.get_default_dtype()
             slopes = torch.tensor(position.for_heads(self.heads.query), dtype=exact, device=query.device)
         return Projected(q, k, v, options, slopes)
 
