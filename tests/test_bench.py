@@ -20,6 +20,7 @@ from headwise.timing import verify
 
 
 STATISTICS = {
+    "backward-stats": 1.5,
     "stats": 1.05,
     "stats-causal": 1.2,
     "stats-512": 1.1,

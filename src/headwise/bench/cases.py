@@ -220,8 +220,12 @@ def _backward(
     window: int = 0,
     batch: int = 1,
     dropout_percent: int = 0,
+    with_stats: int = 0,
 ) -> PreparedCase:
-    """attend with its gradients against sdpa with its own. causal: 0 or 1; window: 0 for none, else causal."""
+    """attend with its gradients against sdpa with its own. causal: 0 or 1; window: 0 for none, else causal.
+
+    with_stats: 1 for the statistics of head_stats, too; attend without them is then a contestant.
+    """
     inputs = [x.requires_grad_() for x in _qkv(heads, tokens, dim, kv_heads=kv_heads, batch=batch)]
     output_gradient = random_normal(*inputs[0].shape, generator=torch.Generator().manual_seed(1))
 
@@ -239,9 +243,12 @@ def _backward(
         theirs["attn_mask"] = torch.ones(tokens, tokens, dtype=torch.bool).tril().triu(1 - window)
         share = _window_share(tokens, window)
     sdpa = partial(F.scaled_dot_product_attention, enable_gqa=heads != kv_heads)
+    contestants: dict[str, Contestant] = {SDPA if with_stats else "sdpa": partial(forward_backward, sdpa, **theirs)}
+    if with_stats:
+        contestants[ATTEND] = partial(forward_backward, headwise.attend, **ours)
     return PreparedCase(
-        partial(forward_backward, headwise.attend, **ours),
-        {"sdpa": partial(forward_backward, sdpa, **theirs)},
+        partial(forward_backward, _ours(with_stats), **ours),
+        contestants,
         headwise.explain(*inputs, **ours),
         # backward has five matrix products, forward two
         (matmul_limit(3.5 * share * _attention_flops(inputs[0], inputs[1])),),
@@ -461,6 +468,14 @@ CASES = {
                     3.0,
                 ),
             )
+        ),
+        Case(
+            "backward-stats",
+            "head_stats forward + backward, causal, 12 heads, T 1024, D 64",
+            _backward,
+            {**_HEADS, "kv_heads": 12, "tokens": 1024, "causal": 1, "with_stats": 1},
+            {**_TINY, "kv_heads": 2, "causal": 1, "with_stats": 1},
+            {SDPA: 1.5, ATTEND: 0.95},  # statistics cost at most 5 %
         ),
         *(
             Case(
