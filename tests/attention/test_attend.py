@@ -253,7 +253,7 @@ class TensorOnOtherDevice(torch.Tensor):
     device = SimpleNamespace(type="elsewhere")
 
 
-def sdpa_with_nan_in_fully_masked_rows(q, k, v, mask=None, dropout=0.0, causal=False, *, scale, enable_gqa):
+def sdpa_with_nan_in_fully_masked_rows(q, k, v, mask=None, dropout=0.0, causal=False, *, scale, enable_gqa=False):
     """PyTorch's kernel as some devices have it."""
     assert not (dropout or causal or enable_gqa)
     s = (q @ k.mT * scale).as_subclass(torch.Tensor)

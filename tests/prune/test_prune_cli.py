@@ -463,7 +463,7 @@ def test_bad_options_of_prune_are_one_line_and_exit_code_2(
         ([*valid, "--keep", "many"], "--keep is a share such as 0.6"),
         ([*valid, "--keep", "0.01"], "the nearest is --keep 0.2000"),
         ([*valid, "--keep", "6"], "keep is a share from 0 to 1"),
-        ([*valid, "--keep", "middle=0.5"], "no 'middle' attention here"),
+        ([*valid, "--keep", "middle=0.5"], "has no 'middle' attention"),
         ([*valid, "--score", "best"], "'best' is not one of 'ablation'"),
         ([*valid, "--plan", tmp_path / "plan.json"], "not a plan that headwise wrote"),
         ([*valid, "--plan", tmp_path / "other.json"], "this plan is for another model: 3 layers of 7 heads, but"),
