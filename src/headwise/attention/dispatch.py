@@ -110,11 +110,11 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
     return run_in_torch(q, k, v, call)
 
 
-def attend_again(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, template: library.Template) -> Tensor:
+def attend_with_template(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, template: library.Template) -> Tensor:
     """The output of a call that looks like an earlier one, in the layout of its template."""
-    if template.learning is None:
+    if template.training_call is None:
         return library.run_template(template, q, k, v, mask)
-    return RepeatedOnePass.apply(q, k, v, draw_seed(q, template.learning), template)
+    return RepeatedOnePass.apply(q, k, v, draw_seed(q, template.training_call), template)
 
 
 def attend_with_lse(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor]:

@@ -98,7 +98,7 @@ def attend(
             q, k, v, mask, causal, window, keep_first, scale, softcap, dropout=dropout
         )
         if template is not None:
-            return dispatch.attend_again(q, k, v, mask, template)
+            return dispatch.attend_with_template(q, k, v, mask, template)
     check_values(v)
     q, k, v = cast_inputs(q, k, v)
     call = build_call(
@@ -202,7 +202,7 @@ def head_stats(
     """
     if starts is lengths is offset is sinks is gates is None and not (dropout or classes or received):
         template = repeated_calls.find_template(q, k, v, mask, causal, window, keep_first, scale, softcap)
-        if template is not None and template.learning is None:
+        if template is not None and template.training_call is None:
             if queries is not None:
                 build_request(q, validation.sizes(q, k, v), queries)
             return library.run_template_with_stats(template, q, k, v, mask, queries, cross)
@@ -264,7 +264,7 @@ def attend_side_by_side(
     """
     template = repeated_calls.find_template(q, k, v, None, causal, window, keep_first, None, softcap, head_dim, dropout)
     if template is not None:
-        return dispatch.attend_again(q, k, v, None, template)
+        return dispatch.attend_with_template(q, k, v, None, template)
     q, k, v = split_heads(q, head_dim), split_heads(k, head_dim), split_heads(v, head_dim)
     visible: Any = {"causal": causal, "window": window, "keep_first": keep_first}
     return join_heads(attend(q, k, v, softcap=softcap, dropout=dropout, **visible))

@@ -116,7 +116,7 @@ def find_template(
         if head_dim:
             template = library.side_by_side(template)
         if learning:
-            template = template._replace(learning=call)
+            template = template._replace(training_call=call)
         if len(_templates) >= MAX_TEMPLATES:
             clear()
         _templates[key] = template

@@ -181,7 +181,7 @@ class Template(NamedTuple):
     stride: tuple[int, ...]  # laid out so that concatenating the heads needs no copy
     windows: ctypes.Array[ctypes.c_int64] | None  # left, right and keep_first of each query head, where they differ
     head_dim: int = 0  # the tensors are (B, T, heads * head_dim), with their heads side by side; 0: (B, heads, T, dim)
-    learning: AttentionCall | None = None  # such a call, without tensors, where gradients are wanted
+    training_call: AttentionCall | None = None  # where gradients are needed: such a call, which has no tensors
 
 
 def make_template(
